@@ -156,7 +156,7 @@ def test_copies_and_pickles_are_layouts_of_their_own():
 
 
 def test_equal_layouts_have_equal_hashes():
-    """Wherever their tensors are."""
+    """Layouts are equal wherever their tensors are."""
     one = Layout.from_lengths([3, 2], [[2, 4], [1]])
     same = Layout.from_segments(one.offsets, one.parent), one.to("meta"), copy.deepcopy(one)
     assert {hash(other) for other in same} == {hash(one)}

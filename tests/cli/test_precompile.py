@@ -110,7 +110,7 @@ def test_layer_types_of_older_files(tmp_path):
 
 
 def test_layers_of_two_head_dims(tmp_path):
-    """Gemma 4: with a window, and of full attention."""
+    """Gemma 4 has layers with a window, and layers of full attention."""
     full = Heads(8, 4, 512)
     assert with_defaults(tmp_path, "gemma4_text") == Heads(8, 4, 256, ("window",), None, (full,))
     found = requested([str(tmp_path)])

@@ -41,7 +41,7 @@ def install() -> None:
 
 
 def flipped(path: Path, at: int) -> None:
-    """One bit of a file, turned; in a new file of its name, as a process that loaded the old one still maps it."""
+    """Turn one bit of a file, in a new file of its name: a process that loaded the old one still maps it."""
     content = bytearray(path.read_bytes())
     content[at] ^= 1
     path.unlink()

@@ -169,7 +169,7 @@ def test_flavours_follow_the_driver(monkeypatch, tmp_path):
 
 
 def test_which_dsl_compiles(tmp_path):
-    """One that vLLM pins does not, nor one for another Python, nor with a tvm-ffi that is too old."""
+    """A DSL that vLLM pins does not compile, nor one for another Python, nor with a tvm-ffi that is too old."""
     found = _examined(_dsl(tmp_path / "right"))
     assert found.version("nvidia-cutlass-dsl") == "4.8.1"
     assert found.path == [

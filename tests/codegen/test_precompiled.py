@@ -190,7 +190,7 @@ def test_the_manifest_leaves_out_what_cannot_be_used_here(folder):
 
 
 def test_the_manifest_says_which_compiler_made_a_kernel(folder):
-    """One of another Python makes kernels that are used here too."""
+    """A compiler of another Python makes kernels that are used here too."""
     name = min(manifest(folder)["kernels"])
     compiler = json.loads((folder / name / "kernel.json").read_text())["compiler"] | {"compiler-sha256": "another"}
     stand_in.changed(folder / name / "kernel.json", compiler=compiler)

@@ -58,7 +58,8 @@ def test_its_versions_are_the_pinned_ones():
 
 
 def test_its_kernels_are_those_of_the_environments_compiler(private, monkeypatch, tmp_path):
-    """Byte for byte, and their records too; the worker took cutlass and tvm-ffi from the private folder."""
+    """The kernels are equal byte for byte, and so are their records; the worker took cutlass and tvm-ffi from the
+    private folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(toolchain, "_environment", lambda: toolchain._examined(None, _dsl_here()))
         own = store.add(SPEC, tmp_path / "own")

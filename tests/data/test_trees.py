@@ -340,7 +340,7 @@ def test_a_packed_batch_with_masks_of_its_responses(labels):
 @pytest.mark.parametrize("labels", ["gather", "roll"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_tokens_of_prompts_count_once_a_rollout(labels, masked):
-    """Supervised fine-tuning on prompts and answers: log-probs and gradients of the separate sequences."""
+    """Supervised fine-tuning on prompts and answers has the log-probs and gradients of the separate sequences."""
     torch.manual_seed(2)
     prompts, answers = [[1, 2, 7], [3], [1, 2, 7], [3], [1, 2, 7]], [[4, 5, 6], [7], [], [8, 8], [4, 5]]
     sequences = [p + a for p, a in zip(prompts, answers, strict=True)]

@@ -530,7 +530,7 @@ def _without(items, at):
 
 
 def _simpler(case):
-    """Cases that say less, the boldest first."""
+    """Simpler forms of the case, the largest steps first."""
     base = asdict(case)
 
     def changed(**change):

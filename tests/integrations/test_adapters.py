@@ -131,7 +131,7 @@ def test_the_guide_has_every_type() -> None:
 
 
 class Clusters:
-    """scikit-learn's KMeans, as far as AdaMSS asks for it."""
+    """A stand-in for scikit-learn's KMeans, as far as AdaMSS calls it."""
 
     def __init__(self, n_clusters: int, **_: Any) -> None:
         self.n_clusters = n_clusters
@@ -360,7 +360,7 @@ def test_training_that_mixes_rows_is_refused_in_its_first_call(
 
 
 def a_row_at_a_time(module: nn.Module, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Noise for each row, as dropout and the jitter of routers are."""
+    """Draw noise for each row, as dropout and the jitter of routers do."""
     return y * torch.empty_like(y).uniform_(0.9, 1.1) if module.training else y
 
 

@@ -83,7 +83,7 @@ def test_load_balancing_loss_of_dbrx():
 
 
 class Configured(torch.nn.Module):
-    """Stands for a model of a configuration."""
+    """A stand-in for a model of a configuration."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()

@@ -231,7 +231,7 @@ def test_fast_is_undone() -> None:
 
 
 def test_decorators_of_a_forward_stay() -> None:
-    """transformers has some that rename arguments."""
+    """Some decorators of transformers rename arguments."""
 
     def renames(old: str) -> Any:
         def decorate(function: Any) -> Any:

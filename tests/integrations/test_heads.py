@@ -149,7 +149,7 @@ def test_fields_that_a_class_does_not_read_change_nothing() -> None:
 
 
 class Other(tf.Qwen3ForCausalLM):
-    """Logits that no field explains."""
+    """A model whose logits no field explains."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         out = super().forward(*args, **kwargs)

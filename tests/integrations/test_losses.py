@@ -14,7 +14,7 @@ from dualkv.integrations import losses
 
 
 class Config(dict):
-    """Read both ways, as veRL's configurations are."""
+    """A configuration that is read both ways, as veRL's are."""
 
     def __getattr__(self, name: str) -> Any:
         try:

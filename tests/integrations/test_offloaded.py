@@ -44,7 +44,7 @@ HOOKS: dict[str, Callable[[Any, Path], Any]] = {
 
 @pytest.mark.parametrize("family", ["Gemma4", "Qwen3VL"])
 def test_offloaded_models_with_images(family: str) -> None:
-    """Of Gemma 4 the layers get a layout with images that see ahead."""
+    """The layers of Gemma 4 get a layout with images that see ahead."""
     prompts, responses, media = images.rollouts(family, ((1, 4, 4),))
     batch = dualkv.pack(prompts, responses, media=media)
     given = {"input_ids": batch.input_ids, "dualkv": batch.layout, **batch.media}

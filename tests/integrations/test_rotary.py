@@ -33,7 +33,7 @@ ON_RANKS = ("phi3", "moshi")
 
 
 def check(kind: str, rope: str) -> None:
-    """Packed in one row, and walked: each sequence against itself alone."""
+    """Compare each sequence, packed in one row and walked, with itself alone."""
     model = scaled.make(kind, rope)
     if model is None:
         pytest.skip("no rotary embedding, or no packed calls")
@@ -95,7 +95,7 @@ OF_IMAGES = {"hunyuan_vl", "minicpmv4_7", "qwen2_5_omni", "qwen3_omni_moe"}
 
 
 def test_no_other_model_reads_the_largest_position() -> None:
-    """Rules of transformers' decorator aside."""
+    """No other model does, apart from the rules of transformers' decorator."""
     reads = re.compile(r"max\(position_ids|position_ids\.a?max\(|cache_position\[-1\]")
     files = Path(tf.models.__path__[0]).glob("*/modeling_*.py")
     found = {file.parent.name for file in files if reads.search(file.read_text())}

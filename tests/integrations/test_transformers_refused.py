@@ -270,7 +270,7 @@ def test_labels_by_position_are_refused_as_by_name() -> None:
 
 
 class LossOfTrainer(tf.Trainer):
-    """Transformers' Trainer, as far as it computes a loss."""
+    """A stand-in for transformers' Trainer, as far as it computes a loss."""
 
     def __init__(self, model: Any, **arguments: Any) -> None:
         self.args = tf.TrainingArguments(report_to=[], use_cpu=True, average_tokens_across_devices=False, **arguments)

@@ -1,4 +1,5 @@
-"""Windows, chunks, sinks, softcapping and gradients of lse: exact, paid where they are asked, refused where wrong."""
+"""Windows, chunks, sinks, softcapping and gradients of lse: exact, paid for only where they are used, refused where
+wrong."""
 
 from __future__ import annotations
 

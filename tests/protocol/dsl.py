@@ -395,7 +395,7 @@ def redux(x: Any, kind: str) -> Any:
 
 
 def atomic(kind: str, at: Pointer, value: int) -> int:
-    """Relaxed: it orders nothing."""
+    """A relaxed atomic operation: it orders nothing."""
     Now.machine.step(f"atomic {kind}")
     if isinstance(at.base, Table):
         cta = at.cta or agent().cta

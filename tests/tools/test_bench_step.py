@@ -70,7 +70,7 @@ def test_flops_are_those_of_the_rows():
 
 
 def test_stock_attention_of_sequences_end_to_end():
-    """Three sequences in one row and as a batch, agree with the model's own attention of each alone."""
+    """Three sequences, in one row and as a batch, agree with the model's own attention of each alone."""
     model, ids = make_model("qwen3"), torch.randint(3, 96, (3, 8), generator=torch.Generator().manual_seed(0))
     alone = torch.cat([model(one[None]).logits for one in ids])
     model.config._attn_implementation = {"": stock_attention.register("math", 8)}

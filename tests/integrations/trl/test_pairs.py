@@ -52,7 +52,7 @@ def trained(trainer: Any) -> tuple[list[dict[str, float]], dict[str, torch.Tenso
 
 
 def assert_same(make: Callable[[type], Any], ours: type, theirs: type, but: tuple[str, ...] = ()) -> dict[str, float]:
-    """Trains with both, one after the other, as each draws random numbers; returns what ours logged first."""
+    """Train with both, one after the other, as each draws random numbers; returns the first log of the packed one."""
     (logs, gradients, weights), (expected_logs, expected_gradients, expected) = (
         trained(make(c)) for c in (ours, theirs)
     )

@@ -32,7 +32,7 @@ from dualkv.ops.window import Window
 
 
 def random_rollouts(seed: int, groups: int, size: int | None = None) -> Rollouts:
-    """Shuffled; `size` responses a prompt, or 1 to 8."""
+    """Make shuffled rollouts: `size` responses a prompt, or 1 to 8."""
     rng = np.random.default_rng(seed)
     sizes = rng.integers(1, 9, groups) if size is None else np.full(groups, size)
     group = np.repeat(np.arange(groups), sizes)
@@ -226,7 +226,7 @@ def test_a_critic_on_another_strategy_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 def test_every_strategy_of_verl_is_known() -> None:
-    """Read from veRL's sources: most of its engines cannot be imported here."""
+    """The strategies are read from veRL's sources: most of its engines cannot be imported here."""
     engines = Path(verl.__file__).parent / "workers/engine"
     found = set()
     for source in engines.glob("*/*.py"):

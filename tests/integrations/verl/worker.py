@@ -218,7 +218,7 @@ def replayed(s: dict[str, Any], models: Path) -> dict[str, Any]:
 
 
 def not_routed(s: dict[str, Any], models: Path) -> dict[str, Any]:
-    """Routers that are to replay routes, without any."""
+    """Run routers that are to replay routes, without any routes."""
     worker = make_worker(s, models)
     data = rollouts_of(s, worker)
     tu.assign_non_tensor(data, enable_routing_replay=True)
@@ -455,7 +455,7 @@ def run_all(scenarios: dict[str, Any], folder: Path) -> None:
 
 
 def fork(rank: int, scenarios: Path, folder: Path) -> int:
-    """Starts a rank, whose output goes to a file; its process id."""
+    """Start a rank, whose output goes to a file. Returns its process id."""
     if pid := os.fork():
         return pid
     code = 1
