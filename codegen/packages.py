@@ -41,10 +41,15 @@ class Package:
     below: str | None = None
 
     @property
+    def versions(self) -> str:
+        """Versions that serve, in words; empty if all do."""
+        lowest = f"{self.lowest} or newer" if self.lowest else ""
+        return lowest + (f", below {self.below}" if self.below else "")
+
+    @property
     def wanted(self) -> str:
         """Name and versions, in words."""
-        lowest = f" {self.lowest} or newer" if self.lowest else ""
-        return f"{self.name}{lowest}" + (f", below {self.below}" if self.below else "")
+        return f"{self.name} {self.versions}".rstrip()
 
 
 def _needed(requirement: str, module: str, purpose: str, below: str | None = None) -> Package:
@@ -120,7 +125,7 @@ def require(name: str, by: str) -> None:
 
     Raises:
         ModuleNotFoundError: the package is not installed.
-        ImportError: its version is too old.
+        ImportError: its version does not serve.
     """
     if (said := lacking(name)) is not None:
         error = ModuleNotFoundError if found(name) is None else ImportError

@@ -200,7 +200,7 @@ def doctor(
     for package in found.packages:
         version = package.version or ("[red]missing[/red]" if package.needed else "[dim]not installed[/dim]")
         if package.version and not package.usable:
-            version = f"[red]{package.version}, expected {package.lowest} or newer[/red]"
+            version = f"[red]{package.version}, expected {package.versions}[/red]"
         table.add_row(package.name, version, package.purpose)
     runs = Table("tensors on", "attention runs as", "because")
     for row in found.runs:

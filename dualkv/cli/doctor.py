@@ -27,14 +27,14 @@ class Package:
 
     Attributes:
         version: None if it is missing.
-        lowest: the lowest version that serves, None if every one does.
+        versions: those that serve, in words; empty if all do.
         usable: whether it is there, in a version that serves.
         needed: whether dualkv cannot do without.
     """
 
     name: str
     version: str | None
-    lowest: str | None
+    versions: str
     usable: bool
     needed: bool
     purpose: str
@@ -123,7 +123,7 @@ def examine() -> Diagnosis:
 def _packages() -> list[Package]:
     return [
         Package(
-            p.name, packages.found(p.name), p.lowest, packages.lacking(p.name) is None, p.needed, p.purpose, p.install
+            p.name, packages.found(p.name), p.versions, packages.lacking(p.name) is None, p.needed, p.purpose, p.install
         )
         for p in packages.PACKAGES.values()
     ]
