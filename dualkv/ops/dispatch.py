@@ -9,7 +9,7 @@ import torch
 
 from codegen.spec import GRADIENTS
 from codegen.tiles import HEAD_DIM_RULE, takes_head_dim
-from dualkv.ops import backends
+from dualkv.ops import backends, flops
 from dualkv.ops.backends import Gradients
 from dualkv.ops.window import Window
 from dualkv.segments import OP_TAGS, Segments, segments_of
@@ -301,3 +301,4 @@ def _bwd_backward(_ctx: Any, *_grads: torch.Tensor) -> None:
 
 torch.library.register_autograd("dualkv::fwd", _fwd_backward, setup_context=_fwd_setup, lib=_lib)
 torch.library.register_autograd("dualkv::bwd", _bwd_backward, lib=_lib)
+flops.install()
