@@ -25,7 +25,7 @@ import torch
 
 from codegen import packages
 from dualkv.arrays import IntArray, positions, ranges
-from dualkv.ops.hopper import tma_ready
+from dualkv.ops.hopper import Plan, tma_ready
 from dualkv.ops.sinks import dsinks, with_sinks
 from dualkv.ops.window import Window
 from dualkv.segments import Segments
@@ -97,13 +97,14 @@ def _rows(begin: IntArray, length: IntArray, device: torch.device) -> Rows:
 
 
 def parts(segments: Segments, device: torch.device, window: Window | None = None) -> list[Part]:
-    """The calls for a layout and a window, made once. Together they hold every visible pair once.
+    """The calls for a layout and a window on the current stream, made once. Together they hold every visible pair
+    once.
 
     First come the causal calls, which together have every row's query once; then one call for each level that is not
     copied.
     """
 
-    def make() -> list[Part]:
+    def make() -> tuple[list[Part], Plan]:
         copied = _copied(segments) if window is None else np.ones(segments.max_depth, bool)
         if copied.any():
             own = _own_parts(segments, device, window, copied)
@@ -111,9 +112,14 @@ def parts(segments: Segments, device: torch.device, window: Window | None = None
             lengths = segments.lengths[segments.lengths > 0]
             cu, longest = _cumulative(lengths, device), int(lengths.max(initial=0))
             own = [Part(None, None, cu, cu, longest, longest, True)]
-        return [*own, *_level_parts(segments, device, ~copied)]
+        found = [*own, *_level_parts(segments, device, ~copied)]
+        of_all = (x for part in found for x in (part.q_rows, part.k_rows, part.cu_q, part.cu_k))
+        return found, Plan(*(x for x in of_all if isinstance(x, torch.Tensor)))
 
-    return segments.cached(("composition", device, window), make)
+    found, plan = segments.cached(("composition", device, window), make)
+    if device.type == "cuda":
+        plan.use(device)
+    return found
 
 
 def _copied(segments: Segments) -> npt.NDArray[np.bool_]:

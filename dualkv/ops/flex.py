@@ -20,7 +20,7 @@ import torch
 from codegen import packages
 from dualkv.arrays import IntArray
 from dualkv.ops.compiling import NotCompiled, refusal, refuse_again
-from dualkv.ops.hopper import ALIGNMENT
+from dualkv.ops.hopper import ALIGNMENT, Plan
 from dualkv.ops.intervals import block_runs, transposed
 from dualkv.ops.sinks import dsinks, with_sinks
 from dualkv.ops.window import Window
@@ -72,7 +72,7 @@ def _whole_blocks(rows: int) -> int:
 
 
 # ---------------------------------------------------------------- the mask
-class Mask:
+class Mask(Plan):
     """A layout's mask on one device.
 
     Attributes:
@@ -95,6 +95,7 @@ class Mask:
             tables += [segments.position, window.lowest(segments.position)]
         padding = 0, total - segments.total  # a key whose visible_end is 0 is seen by no row
         self.tensors = tuple(torch.from_numpy(np.pad(x, padding).astype(np.int32)).to(device) for x in tables)
+        super().__init__(*of_keys, *of_queries, *self.tensors)
 
 
 def _listed(
@@ -118,8 +119,11 @@ def _listed(
 
 
 def mask(segments: Segments, device: torch.device, window: Window | None) -> Mask:
-    """The mask of a layout and a window, made at their first call."""
-    return segments.cached(("flex", device, window), lambda: Mask(segments, device, window))
+    """The mask of a layout and a window, made at their first call, for use on the current stream."""
+    found = segments.cached(("flex", device, window), lambda: Mask(segments, device, window))
+    if device.type == "cuda":
+        found.use(device)
+    return found
 
 
 # Without annotations, as `score` and its gradient are: PyTorch copies them into its graphs, and 2.11 cannot keep a

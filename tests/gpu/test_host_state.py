@@ -20,12 +20,16 @@ def inputs(layout: Layout) -> list[torch.Tensor]:
     return [torch.randn(layout.num_tokens, h, 128, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2)]
 
 
-@pytest.mark.parametrize("window", [None, 300])
-@pytest.mark.parametrize("name", ["hopper", "cudnn", "flex", "flash"])
-def test_a_dropped_layout_frees_its_memory_at_once(name, window):
+def skip_unless_served(name: str) -> None:
     probe = torch.empty(1, 1, 128, device="cuda", dtype=torch.bfloat16)
     if (reason := backends.BACKENDS[name].unsupported(probe, probe, None, None)) is not None:
         pytest.skip(f"{name} does not serve {reason}")
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("name", ["hopper", "cudnn", "flex", "flash"])
+def test_a_dropped_layout_frees_its_memory_at_once(name, window):
+    skip_unless_served(name)
     layout = Layout.from_lengths([900], [[200] * 4])
     q, k, v = (x.requires_grad_() for x in inputs(layout))
     dout = torch.randn_like(q)
@@ -50,11 +54,34 @@ def test_a_dropped_layout_frees_its_memory_at_once(name, window):
         gc.enable()
 
 
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("name", ["hopper", "cudnn", "flex", "flash"])
+def test_a_dropped_layout_leaves_its_memory_to_the_stream_that_reads_it(name, window):
+    skip_unless_served(name)
+    layout, other = (Layout.from_lengths([900], [[200] * 4]) for _ in range(2))
+    q, k, v = inputs(layout)
+    want = dualkv.attention(q, k, v, layout, window=window, backend=name)
+    dualkv.attention(q, k, v, other, window=window, backend=name)  # this stream makes what the other one reads
+    torch.cuda.synchronize()
+    sizes = sorted({x.numel() for x in (q, k)} | {2**n for n in range(4, 20)})
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(2_000_000_000)  # over a second, in which a busy host must get through what follows
+        out = dualkv.attention(q, k, v, other, window=window, backend=name)
+    del other
+    gc.collect()
+    garbage = [torch.full((n,), 7, dtype=torch.int32, device="cuda") for n in sizes for _ in range(8)]
+    torch.cuda.current_stream().synchronize()
+    assert not side.query(), "the sleep is too short to tell"
+    torch.cuda.synchronize()
+    assert torch.equal(out, want)
+    del garbage
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_saved_tensors_on_the_cpu_make_one_plan(monkeypatch, kept):
+    skip_unless_served("hopper")
     layout = Layout.from_lengths([900], [[200] * 4])
-    if (reason := hopper.unsupported(inputs(layout)[0])) is not None:
-        pytest.skip(f"the kernels do not serve {reason}")
     q, k, v = (x.requires_grad_() for x in inputs(layout))
     made = []
     plan = hopper.BackwardPlan
