@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import dualkv
 from dualkv.integrations.transformers import enable
@@ -90,6 +91,61 @@ def test_logprobs_in_bf16_keep_logits_within_the_limit(compiled):
     kept, more = run(torch.bfloat16, memory=torch.cuda.memory_allocated() / 2**30 + 1)
     assert more > held + 64 * vocabulary * 2
     assert all(map(torch.equal, kept, found))
+
+
+def test_compiled_log_probs_in_many_forms_one_after_another():
+    """Ten forms and more of one function; further temperatures compile nothing. A logit of -inf is never drawn."""
+    few, more = (dualkv.pack([[1, 2]], [[[3] * n]]).to("cuda") for n in (1, 9))
+    bias = torch.zeros(1000, device="cuda")
+    bias[7] = -float("inf")
+    forms = [(d, b, t) for d in (torch.float32, torch.bfloat16) for b in (few, more) for t in (1.0, 0.7)]
+    forms += [(torch.float32, more, t) for t in (0.8, 0.9, 1.1, 1.2)]
+    graphs = None
+    for dtype, batch, temperature in forms:
+        batch.layout.mark_used()
+        hidden = torch.randn(batch.layout.num_tokens, 64, device="cuda", dtype=dtype, requires_grad=True)
+        head = dualkv.Head(torch.randn(1000, 64, device="cuda", dtype=dtype) / 8, bias.to(dtype))
+        for both in (False, True):
+            found = []
+            for compiled in (False, True):
+                logp, entropy = dualkv.response_logprobs(hidden, head, batch, temperature, compiled=compiled)
+                loss = logp.sum() + (entropy.sum() if both else 0)
+                found.append([logp, entropy, *torch.autograd.grad(loss, hidden)])
+            for ours, eager in zip(*found, strict=True):
+                assert torch.isfinite(ours).all()
+                near = 0.02 if dtype == torch.bfloat16 else 1e-4
+                torch.testing.assert_close(ours, eager, rtol=near, atol=near)
+        if temperature in (0.7, 0.8):
+            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+def test_offloaded_layers_take_a_layout_of_either_device():
+    accelerate = pytest.importorskip("accelerate")
+    layout, ids = LAYOUT.to("cuda"), token_ids(LAYOUT).cuda()
+    with torch.no_grad():
+        wanted = enable(make_model()).cuda()(input_ids=ids, dualkv=layout).logits
+        places = {"model.embed_tokens": 0, "model.layers.0": "cpu", "model.layers.1": 0, "model.norm": 0}
+        places |= {"model.rotary_emb": 0, "lm_head": "cpu"}
+        model = enable(accelerate.dispatch_model(make_model(), places, main_device=0))
+        for of_rows in (layout, LAYOUT):
+            torch.testing.assert_close(model(input_ids=ids, dualkv=of_rows).logits, wanted)
+
+
+def test_counting_flop_waits_for_nothing():
+    q, k, v = (torch.randn(LAYOUT.num_tokens, h, 64, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2))
+    dualkv.attention(q.requires_grad_(), k, v, LAYOUT).sum().backward()  # plans are made at the first call
+    found = []
+    for device in ("cuda", "cpu"):
+        q, k, v = (x.detach().to(device).requires_grad_() for x in (q, k, v))
+        torch.cuda.set_sync_debug_mode("error" if device == "cuda" else "default")
+        try:
+            with FlopCounterMode(display=False) as counter:
+                dualkv.attention(q, k, v, LAYOUT).sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found.append(counter.get_total_flops())
+    assert found[0] == found[1] > 0
 
 
 def branching_rollouts():
