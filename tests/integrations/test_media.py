@@ -277,6 +277,19 @@ def test_videos(family: str) -> None:
     check(family, FILM + beside, NONE, FILM, labels="roll")
 
 
+@pytest.mark.parametrize("family", ["Gemma4", "Qwen3VL"])
+def test_labels_of_rows_beside_images(family: str) -> None:
+    """Gemma 4 hands labels on to its decoder, which hands all that it gets to its layers."""
+    prompts, responses, media = rollouts(family, ONE, TWO)
+    batch = dualkv.pack(prompts, responses, media=media, labels="roll")
+    given = {"input_ids": batch.input_ids, "dualkv": batch.layout, **batch.media}
+    model = enable(make(family).eval())
+    logits = model(**given).logits
+    loss = model(**given, labels=batch.labels, shift_labels=batch.labels).loss
+    logp = logits[0, batch.predict_rows].log_softmax(-1).gather(1, batch.targets[:, None])
+    torch.testing.assert_close(loss, -logp.mean(), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("family", GRID)
 def test_text_alone(family: str) -> None:
     """Positions of several rows are those of text, also after a call that left the model those of another batch."""
