@@ -9,12 +9,10 @@ the kernels and check that the sources are those which the record was compiled f
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import re
 import sys
-import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,21 +63,8 @@ def instructions(entry: Path) -> dict[str, int]:
 
 
 def sources() -> dict[str, str]:
-    """sha256 of each operation's sources, without comments and blank lines."""
-    found = {}
-    for operation in TILES:
-        modules = sorted((n, p) for n, p in toolchain.sources(operation).items() if p.suffix == ".py")
-        found[operation] = hashlib.sha256("\n".join(f"{n}\n{_code(p)}" for n, p in modules).encode()).hexdigest()
-    return found
-
-
-def _code(path: Path) -> str:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    with path.open("rb") as file:
-        for token in tokenize.tokenize(file.readline):
-            if token.type == tokenize.COMMENT:
-                lines[token.start[0] - 1] = lines[token.start[0] - 1][: token.start[1]]
-    return "\n".join(line.rstrip() for line in lines if line.strip())
+    """sha256 of each operation's code."""
+    return {operation: toolchain.source_digest(operation) for operation in TILES}
 
 
 def problems(spec: KernelSpec, described: dict[str, Any]) -> list[str]:

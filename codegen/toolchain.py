@@ -32,6 +32,9 @@ _IMPORT = re.compile(
     r"^\s*(?:from (cute_kernels[\w.]*) import (\([^)]*\)|.*)|import (cute_kernels\.[\w.]+))", re.MULTILINE
 )
 _NAME = re.compile(r"(?<! as )\b\w+")
+_STRING_OR_COMMENT = re.compile(
+    r'"""(?:[^\\]|\\.)*?"""|"(?:[^"\\\n]|\\.)*"|' + r"'''(?:[^\\]|\\.)*?'''|'(?:[^'\\\n]|\\.)*'|#[^\n]*", re.DOTALL
+)
 
 
 DSL = "4.8"  # the nvidia-cutlass-dsl that kernels are written for: 4.7 and older do not compile them
@@ -256,12 +259,32 @@ def source_digest(operation: str) -> str:
 
 
 def read_source_digest(operation: str) -> str:
-    """sha256 of the sources that an operation's kernel is compiled from, each with its name and length."""
+    """sha256 of the code that an operation's kernel is compiled from. Comments and docstrings do not count."""
     digest = hashlib.sha256()
     for name, path in sorted(sources(operation).items()):
-        content = path.read_bytes()
-        digest.update(f"{name} {len(content)}\n".encode() + content)
+        content = path.read_text(encoding="utf-8")
+        content = code(content) if path.suffix == ".py" else content
+        digest.update(f"{name} {len(content)}\n{content}".encode())
     return digest.hexdigest()
+
+
+def code(source: str, docstring: str = "") -> str:
+    """A Python file's text without comments, blank lines and docstrings.
+
+    Args:
+        docstring: a statement that takes the place of each docstring.
+    """
+    kept, end = [], 0
+    for found in _STRING_OR_COMMENT.finditer(source):
+        kept.append(source[end : found.start()])
+        end = found.end()
+        if found[0].startswith("#"):
+            continue
+        before = next((text.rstrip()[-1] for text in reversed(kept) if text.strip()), ":")  # a file may begin with one
+        begins_line = not source[source.rfind("\n", 0, found.start()) + 1 : found.start()].strip()
+        kept.append(docstring if before == ":" and begins_line and found[0].startswith('"""') else found[0])
+    lines = "".join([*kept, source[end:]]).splitlines()
+    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 def sources(operation: str) -> dict[str, Path]:

@@ -148,21 +148,6 @@ def test_kernels_of_the_same_sources_and_compiler_are_kept():
     assert not manifest.unchanged(specs, RECORD, RECORD["versions"] | {"ptxas": "other"}, RECORD["sources"])
 
 
-def test_what_counts_as_a_change_of_sources(tmp_path, monkeypatch):
-    path = tmp_path / "fwd.py"
-    monkeypatch.setattr(manifest.toolchain, "sources", lambda operation: {f"cute_kernels.{operation}": path})
-
-    def digest(text):
-        path.write_text(text)
-        return manifest.sources()["fwd"]
-
-    code = digest('def f(x):\n    return "# no comment" + x\n')
-    assert digest('# why\ndef f(x):  # so\n\n    return "# no comment" + x\n') == code
-    for other in ('def f(x):\n    return "# a comment" + x\n', 'def f(x):\n  return "# no comment" + x\n'):
-        assert digest(other) != code
-    assert len(set(manifest.sources().values())) == len(manifest.sources()), "each operation's own"
-
-
 def products(described):
     return sum(n for name, n in described["instructions"].items() if name.startswith("HGMMA"))
 

@@ -70,11 +70,32 @@ def test_source_digest_covers_what_a_kernel_imports(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "cute_kernels", raising=False)
     seen = {toolchain.read_source_digest("fwd")}
     for name, text in sources.items():
-        (package / f"{name}.py").write_text(text + "# edited\n")
+        (package / f"{name}.py").write_text(f'"""Prose."""\n\n# prose\n{text}\n')
+        assert toolchain.read_source_digest("fwd") in seen, name
+        (package / f"{name}.py").write_text(f"{text}edited = 1\n")
         now = toolchain.read_source_digest("fwd")
         assert (now in seen) == (name == "bwd"), name
         seen.add(now)
     assert toolchain.read_source_digest("bwd") not in seen
+
+
+def without_prose(source):
+    """The syntax tree of a file, `pass` for each docstring."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body[0] = ast.Pass()
+    return ast.dump(tree)
+
+
+def test_of_sources_the_code_counts_and_nothing_else():
+    paths = {path for operation in TILES for path in toolchain.sources(operation).values() if path.suffix == ".py"}
+    for path in paths:
+        source = path.read_text()
+        assert without_prose(source) == ast.dump(ast.parse(toolchain.code(source, "pass"))), path
+        assert "#" not in toolchain.code(source) and '"""' not in toolchain.code(source), path
+    assert len({toolchain.read_source_digest(operation) for operation in TILES}) == len(TILES), "each operation's own"
+    assert toolchain.code('x = "#"  # prose\n\ny = """a\n# b"""\n') == 'x = "#"\ny = """a\n# b"""'
 
 
 def test_a_change_of_what_host_and_kernels_agree_on_is_a_miss(compiles, tmp_path, monkeypatch):
