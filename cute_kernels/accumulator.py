@@ -85,3 +85,20 @@ def not_finite(frag: cute.Tensor) -> Int32:
     for j in range(cute.size(pairs)):
         sums[j % 4] = zero_times(pairs[j], sums[j % 4], frag.element_type is cutlass.BFloat16)
     return (sums[0] | sums[1] | sums[2] | sums[3]) & 0x7FFF7FFF
+
+
+def remove_not_finite(quad: cute.Tensor, dtype: type[cutlass.Numeric]) -> Int32:
+    """Zero what is not finite among eight 16-bit elements in four 32-bit words. Return not 0 if there was any."""
+    exponent, lowest = (0x7F807F80, 0x00800080) if dtype is cutlass.BFloat16 else (0x7C007C00, 0x04000400)
+    found = Int32(0)
+    for j in range(4):  # the lowest bit of an exponent of ones carries into the sign's place
+        broken = (((quad[j] & exponent) + lowest) >> 15) & 0x00010001
+        found |= broken
+        quad[j] = quad[j] & ~(broken * 0xFFFF)
+    return found
+
+
+def words(tile: cute.Tensor) -> cute.Tensor:
+    """(4, 16-byte units) Int32 of a swizzled tile in shared memory, as it lies there."""
+    ptr = cute.recast_ptr(tile.iterator, cute.make_swizzle(0, 4, 3), dtype=Int32)
+    return cute.make_tensor(ptr, cute.make_layout((4, cute.size(tile) // 8)))

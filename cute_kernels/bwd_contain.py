@@ -18,7 +18,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from cute_kernels.accumulator import column, not_finite
+from cute_kernels.accumulator import column, not_finite, remove_not_finite, words
 from cute_kernels.bwd_arguments import Mask, Shared
 from cute_kernels.bwd_stats import broken_dpsum
 from cute_kernels.ptx import any_nonzero
@@ -97,14 +97,12 @@ class BackwardContainment:
         """What is not finite in the rows of Q and dO of a block stays with the keys that see them.
 
         Args:
-            acc_dV: takes what is not finite in rows of dO, if given.
+            acc_dV: takes what is not finite in rows of dO, if given; `remove_from` has dO then.
             acc_dP: is 0 of hidden pairs after this, if given; its first query row is `dP_row` of the block.
             remove_from: "Q" and "dO", as far as the tile loses what is not finite.
             wg: warp group that does this alone, once it has read the tiles; None: all MMA warps do, and agree on it.
         """
         if self.any_broken(s.stats, stage, m0, mask):
-            if const_expr(acc_dV is not None):
-                self.add_not_finite(acc_dV, s.dO[None, None, do_stage], s.stats, stage, m0, mask)
             if const_expr(acc_dP is not None):
                 self.zero_hidden(acc_dP, m0 + dP_row, mask)
             if const_expr(len(remove_from) > 0):
@@ -112,13 +110,18 @@ class BackwardContainment:
                     barrier, threads, tid = BAR_CONTAIN + 1 + wg, 128, cute.arch.thread_idx()[0] % 128
                 else:
                     barrier, threads, tid = BAR_CONTAIN, 128 * self.warp_groups, cute.arch.thread_idx()[0] - 128
-                cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
-                if const_expr("Q" in remove_from):
-                    self.remove_not_finite(s.Q[None, None, stage], tid, threads)
-                if const_expr("dO" in remove_from):
-                    self.remove_not_finite(s.dO[None, None, do_stage], tid, threads)
-                cute.arch.fence_view_async_shared()
-                cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
+                tiles = {"Q": s.Q[None, None, stage], "dO": s.dO[None, None, do_stage]}
+                found = Int32(0)  # most rows are broken by keys that they see, and have nothing to remove
+                for name in remove_from:
+                    found |= self.rows_not_finite(tiles[name], tid, threads)
+                if any_nonzero(Int32(barrier), found, threads):
+                    if const_expr(acc_dV is not None):
+                        self.add_not_finite(acc_dV, tiles["dO"], s.stats, stage, m0, mask)
+                    cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
+                    for name in remove_from:
+                        self.remove_not_finite(tiles[name], tid, threads)
+                    cute.arch.fence_view_async_shared()
+                    cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
 
     @cute.jit
     def any_broken(self, sStat: cute.Tensor, stage: Int32, m0: Int32, mask: Mask) -> cutlass.Boolean:
@@ -162,15 +165,10 @@ class BackwardContainment:
                 acc_dP[e] = cutlass.select_(visible, acc_dP[e], Float32(0.0))
 
     # ---------------------------------------------------------------- tiles in shared memory
-    def quads(self, tile: cute.Tensor) -> cute.Tensor:
-        """(4, 16-byte units) Int32 of a swizzled tile, as it lies in memory."""
-        ptr = cute.recast_ptr(tile.iterator, cute.make_swizzle(0, 4, 3), dtype=Int32)
-        return cute.make_tensor(ptr, cute.make_layout((4, cute.size(tile) // 8)))
-
     @cute.jit
     def not_finite(self, tile: cute.Tensor, tid: Int32, threads: cutlass.Constexpr) -> Int32:
         """Not 0 if this thread's part of a tile holds something that is not finite."""
-        quads, found = self.quads(tile), Int32(0)
+        quads, found = words(tile), Int32(0)
         for i in cutlass.range_constexpr(cute.size(quads) // 4 // threads):
             quad = cute.make_rmem_tensor(8, self.dtype)
             cute.autovec_copy(quads[None, tid + i * threads], cute.recast_tensor(quad, Int32))
@@ -178,23 +176,27 @@ class BackwardContainment:
         return found
 
     @cute.jit
+    def rows_not_finite(self, tile: cute.Tensor, tid: Int32, threads: cutlass.Constexpr) -> Int32:
+        """The same of a block of Q or dO, in a loop that keeps to few registers."""
+        quads, found = words(tile), Int32(0)
+        for i in cutlass.range(tid, cute.size(quads) // 4, threads, unroll=1):
+            quad = cute.make_rmem_tensor(8, self.dtype)
+            cute.autovec_copy(quads[None, i], cute.recast_tensor(quad, Int32))
+            found |= not_finite(quad)
+        return found
+
+    @cute.jit
     def remove_not_finite(
         self, tile: cute.Tensor, tid: Int32, threads: cutlass.Constexpr, marked: cute.Tensor | None = None
     ) -> None:
-        """Zeros for what is not finite in a tile. marked: V of a tile of K; a row of K that loses elements leaves a NaN
+        """Write zeros where a tile is not finite. marked: V of a tile of K; a row of K that loses elements leaves a NaN
         as the first element of its row there."""
-        quads = self.quads(tile)
-        exponent, lowest = (0x7F807F80, 0x00800080) if self.dtype is cutlass.BFloat16 else (0x7C007C00, 0x04000400)
+        quads = words(tile)
         units = cute.size(self.row_atom(self.k_columns, self.head_dim), mode=[1]) // 8  # of a row in a chunk of columns
         for i in cutlass.range(tid, cute.size(quads) // 4, threads, unroll=1):
             quad = cute.make_rmem_tensor(4, Int32)
             cute.autovec_copy(quads[None, i], quad)
-            found = Int32(0)
-            for j in cutlass.range_constexpr(4):  # the lowest bit of an exponent of ones carries into the sign's place
-                broken = (((quad[j] & exponent) + lowest) >> 15) & 0x00010001
-                found |= broken
-                quad[j] = quad[j] & ~(broken * 0xFFFF)
-            if found != 0:
+            if remove_not_finite(quad, self.dtype) != 0:
                 cute.autovec_copy(quad, quads[None, i])
                 if const_expr(marked is not None):
                     marked[i // units % self.tile_n, 0] = self.dtype(math.nan)

@@ -24,10 +24,9 @@ from cutlass.cute.nvgpu import warp, warpgroup
 from cute_kernels.abi import WG_ROWS
 from cute_kernels.accumulator import column, gemm, reduce_tree, round_to, row_elements
 from cute_kernels.fwd_contain import ForwardContainment
-from cute_kernels.fwd_frame import Atoms, Global, Part, Pipelines, Shared, Thread
+from cute_kernels.fwd_frame import Atoms, Global, Part, Pipelines, Rows, Shared, State, Thread
 from cute_kernels.fwd_load import ForwardLoads
 from cute_kernels.fwd_walk import Walk
-from cute_kernels.mask import PathBounds
 from cute_kernels.pipeline import Stage, WrappingPipeline
 from cute_kernels.softmax import (
     FIRST_MAX,
@@ -40,36 +39,9 @@ from cute_kernels.softmax import (
     rescale,
     softcap,
 )
-from cute_kernels.work import AnyTile, Mask, first_and_step
+from cute_kernels.work import AnyTile, Mask
 
 BAR_WG = 1  # named barriers, one a warp group (0 is __syncthreads)
-
-
-class Rows(NamedTuple):
-    """What a thread holds of its two query rows."""
-
-    token: cute.Tensor  # (2) packed row
-    max: cute.Tensor  # (2) reference maximum of the online softmax
-    sum: cute.Tensor  # (2) of probabilities, this thread's part
-    scale: cute.Tensor  # (2) of O, as the reference maximum moves
-
-
-class State(NamedTuple):
-    """What a warp group's loop over key blocks works on. Operands are registers (R a thread), or descriptors of shared
-    memory."""
-
-    tSrQ: cute.Tensor  # (MMA, 1, D/16), shared memory
-    tSrK: cute.Tensor  # (MMA, 1, D/16, stages), shared memory
-    tOrP: cute.Tensor  # (MMA, 1, N/16), N/4 R
-    tOrV: cute.Tensor  # (MMA, 1, N/16, stages), shared memory
-    acc_O: cute.Tensor  # (64, Dv), Dv/2 R
-    rows: Rows
-    sV: cute.Tensor  # (N, Dv, stages)
-    pipes: Pipelines
-    bounds: cute.Tensor | PathBounds  # what the mask reads
-    scale_log2: Float32
-    cap_factor: Float32 | None  # see softmax.softcap
-    wg: Int32
 
 
 class Stretch(NamedTuple):
@@ -172,15 +144,11 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
         masked, own = walk.masked, self.first_token(tile, thread.wg)
         if recompute != 0:
             masked, own = tile.blocks, Int32(-1)
-        it = self.walk_blocks(state, tile, walk, masked, own, it)
+        it = self.walk_blocks(g, part, state, walk, Stretch(Int32(0), tile.blocks, masked, own), it)
 
         normalize(state.acc_O, state.rows.max, state.rows.sum, state.rows.scale, self.scale(g), sinks)
         if not self.fits(state, part):
             self.request_recompute(s.recompute, n)
-        if recompute == 1 and tile.straddles:
-            first, step = first_and_step(self.cluster)
-            fields = g.work[g.schedule[first + n * step, 0], None]
-            self.contain(state.acc_O, state.rows.scale, state.rows.token, g, fields, part)
         self.store(state.acc_O, state.rows.scale, atoms.O, g, self.output_tile(s.Q[None, None, place]), part)
         return it
 
@@ -205,21 +173,18 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
 
     # ---------------------------------------------------------------- the blocks of a tile
     @cute.jit
-    def walk_blocks(self, state: State, tile: AnyTile, walk: Walk, masked: Int32, own: Int32, it: Int32) -> Int32:
-        """All blocks of a tile, the first one being use `it`; returns the use after the last one.
-
-        masked, own: see `Stretch`.
-        """
+    def walk_blocks(self, g: Global, part: Part, state: State, walk: Walk, blocks: Stretch, it: Int32) -> Int32:
+        """All blocks of a tile, the first one being use `it`; returns the use after the last one."""
         if const_expr(self.walks):
-            done, begin, end = Int32(0), walk.begin, walk.end
+            done, begin, end = blocks.begin, walk.begin, walk.end
             for _ in cutlass.range(2, unroll=1):
                 for _ in cutlass.range(done, begin, 1, unroll=1):
                     it = self.skip_block(state.pipes, it)
                 if begin < end:
-                    it = self.stretch(state, tile, Stretch(begin, end, masked, own), done > 0, it)
-                done, begin, end = end, walk.rest, tile.blocks
+                    it = self.stretch(g, part, state, blocks._replace(begin=begin, end=end), done > 0, it)
+                done, begin, end = end, walk.rest, blocks.end
             return it
-        return self.stretch(state, tile, Stretch(Int32(0), tile.blocks, masked, own), Boolean(False), it)
+        return self.stretch(g, part, state, blocks, Boolean(False), it)
 
     def skip_block(self, pipes: Pipelines, it: Int32) -> Int32:
         """Skip a block that no row of the warp group sees; returns the next use."""
@@ -230,21 +195,23 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
         return pipes.K.next(it)
 
     @cute.jit
-    def stretch(self, state: State, tile: AnyTile, blocks: Stretch, rescale_O: Boolean, it: Int32) -> Int32:
+    def stretch(self, g: Global, part: Part, state: State, blocks: Stretch, rescale_O: Boolean, it: Int32) -> Int32:
         """The blocks of a stretch, the first one being use `it`; returns the use after the last one.
 
         rescale_O: O already has other blocks in it.
         """
-        begin, end, K = blocks.begin, blocks.end, state.pipes.K
+        begin, end, K, tile = blocks.begin, blocks.end, state.pipes.K, part.tile
         mask = tile.mask(begin)
         self.first_block(state, mask, rescale_O, it)
         self.clear_hidden(state, mask, it)
+        self.contain(g, part, state, mask, blocks.own < 0, it)
         if begin + 1 < end:
             self.compiler_fence(K, K.next(it))
         for i in cutlass.range(begin + 1, cutlass.min(blocks.masked, end), 1, unroll=1):
             mask = tile.mask(i)
             it = self.masked_block(state, mask, mask.key_row + self.tile_n > blocks.own, i + 1 < end, it)
             self.clear_hidden(state, mask, it)
+            self.contain(g, part, state, mask, (blocks.own < 0) & (i < tile.masked), it)
         for i in cutlass.range(cutlass.max(blocks.masked, begin + 1), end, 1, unroll=1):
             it = self.whole_block(state, i + 1 < end, it)
         return self.last_block(state, it)
@@ -383,7 +350,11 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
                     for chunk in cutlass.range_constexpr(chunks):
                         cute.autovec_copy(zero, tile[None, tid % units, row, chunk])
             cute.arch.fence_view_async_shared()
-            cute.arch.barrier(barrier_id=BAR_WG + state.wg, number_of_threads=128)
+            self.sync_warp_group(state.wg)
+
+    def sync_warp_group(self, wg: Int32) -> None:
+        """Wait for all warps of a warp group."""
+        cute.arch.barrier(barrier_id=BAR_WG + wg, number_of_threads=128)
 
     def stage_of_V(self, V: WrappingPipeline, it: Int32, wg: Int32) -> Stage:
         """The stage with the columns of V of block `it` that a warp group takes."""
@@ -449,7 +420,7 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
 
     def sync_rows(self, wg: Int32) -> None:
         """Wait for all warps with the same rows."""
-        cute.arch.barrier(barrier_id=BAR_WG + wg, number_of_threads=128)
+        self.sync_warp_group(wg)
 
     def own_columns(self, sO: cute.Tensor, columns: Int32 | int) -> cute.Tensor:
         """The part of O's columns that a warp group makes, of a (64, Dv) tile."""

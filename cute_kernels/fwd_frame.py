@@ -178,6 +178,33 @@ class Part(NamedTuple):
     thread: Thread
 
 
+class Rows(NamedTuple):
+    """What a thread holds of its two query rows."""
+
+    token: cute.Tensor  # (2) packed row
+    max: cute.Tensor  # (2) reference maximum of the online softmax
+    sum: cute.Tensor  # (2) of probabilities, this thread's part
+    scale: cute.Tensor  # (2) of O, as the reference maximum moves
+
+
+class State(NamedTuple):
+    """What a warp group's loop over key blocks works on. Operands are registers (R a thread), or descriptors of shared
+    memory."""
+
+    tSrQ: cute.Tensor  # (MMA, 1, D/16), shared memory
+    tSrK: cute.Tensor  # (MMA, 1, D/16, stages), shared memory
+    tOrP: cute.Tensor  # (MMA, 1, N/16), N/4 R
+    tOrV: cute.Tensor  # (MMA, 1, N/16, stages), shared memory
+    acc_O: cute.Tensor  # (64, Dv), Dv/2 R
+    rows: Rows
+    sV: cute.Tensor  # (N, Dv, stages)
+    pipes: Pipelines
+    bounds: cute.Tensor | PathBounds  # what the mask reads
+    scale_log2: Float32
+    cap_factor: Float32 | None  # see softmax.softcap
+    wg: Int32
+
+
 class ForwardFrame(Clustered):
     """out = softmax(scale Q K^T, masked) V and its log-sum-exp; query q sees key k iff k <= q < visible_end[k].
 

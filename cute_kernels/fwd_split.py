@@ -21,8 +21,8 @@ from cutlass.utils import SmemAllocator
 
 from cute_kernels.abi import WG_ROWS
 from cute_kernels.accumulator import gemm, round_to
-from cute_kernels.fwd import BAR_WG, ForwardKernel, State
-from cute_kernels.fwd_frame import RECOMPUTE_WORDS, Atoms, Global, Part, Pipelines, QueryPipeline, Shared, Thread
+from cute_kernels.fwd import BAR_WG, ForwardKernel
+from cute_kernels.fwd_frame import RECOMPUTE_WORDS, Atoms, Global, Part, Pipelines, QueryPipeline, Shared, State, Thread
 from cute_kernels.fwd_paths import PathForwardKernel
 from cute_kernels.pipeline import MbarrierAllocator, Pipeline, Stage
 from cute_kernels.ptx import thread_here
@@ -208,14 +208,6 @@ class SplitForwardKernel(ForwardKernel):
             it += 1
             cute.arch.cp_async_bulk_wait_group(0)  # O is out: the recompute pass may store it, and the CTA may end
             num_items = cute.arch.make_warp_uniform(self.end_pass(s))
-
-    def contain(
-        self, acc_O: cute.Tensor, lse: cute.Tensor, token: cute.Tensor, g: Global, fields: cute.Tensor, part: Part
-    ) -> None:
-        super().contain(acc_O, lse, token, g, fields, self.part_here(part))
-
-    def lane_of_key(self) -> Int32:
-        return thread_here() % 32  # or else the columns of all chunks would stay in registers from key to key
 
     def store(
         self, acc_O: cute.Tensor, lse: cute.Tensor, atom: cute.CopyAtom, g: Global, sO: cute.Tensor, part: Part

@@ -33,9 +33,9 @@ class RegionMask(NamedTuple):
         if self.straddles:
             keep_from(acc_S, segment_begin, self.key_row)
 
-    def sees(self, row: Int32, key: Int32, segment_begin: cute.Tensor) -> Boolean:
-        """What `apply` says of one pair."""
-        return (key <= row) & (key < self.limit) & (~self.straddles | (key >= segment_begin[row]))
+    def sees(self, r: int, row: Int32, key: Int32, segment_begin: cute.Tensor) -> Boolean:
+        """Whether `apply` keeps a key for the thread's row r, which is packed row `row`."""
+        return (key <= row) & (key < self.limit) & (~self.straddles | (key >= segment_begin[r]))
 
     def first_hidden(self) -> Int32:
         """The first key of the block, counted from 0, that may be hidden from all rows of the tile: from the limit on
@@ -89,10 +89,10 @@ class PathMask(NamedTuple):
         if const_expr(bounds.first_key is not None):
             keep_from(acc_S, bounds.own, self.key_row)
 
-    def sees(self, row: Int32, key: Int32, bounds: PathBounds) -> Boolean:
-        """What `apply` says of one pair."""
+    def sees(self, r: int, row: Int32, key: Int32, bounds: PathBounds) -> Boolean:
+        """Whether `apply` keeps a key for the thread's row r, which is packed row `row`."""
         seen = (key <= row) & (key < self.limit) & (~self.by_key | (row < bounds.visible_end[key]))
-        return seen if const_expr(bounds.first_key is None) else seen & (key >= bounds.first_key[row])
+        return seen if const_expr(bounds.first_key is None) else seen & (key >= bounds.own[r])
 
     def first_hidden(self) -> Int32:
         """The first key of the block, counted from 0, that may be hidden from all rows of the tile."""

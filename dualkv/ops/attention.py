@@ -96,7 +96,7 @@ def attention(
         chunk: positions a chunk, 1 or more: a row sees the keys of its own chunk, as in Llama 4. In place of a window.
         sinks: [H] a learned logit for each head, natural log, neither scaled nor capped, as in gpt-oss; dtype of q or
             fp32, device of q, below +inf. A sink takes its part of the softmax and has no value.
-        softcap: from 2^-20 to 2^10, as in Gemma 2; none by default.
+        softcap: from 2^-20 (in fp16 2^-3) to 2^10, as in Gemma 2; none by default.
         return_lse: also return lse. Gradients of lse reach q, k and sinks.
         backend: what computes the call, forward and backward: "hopper" (this project's kernels), "cudnn" (cuDNN's
             interval-mask attention), "flash" (PyTorch's FlashAttention calls, merged), "flex" (FlexAttention, compiled;
@@ -198,7 +198,7 @@ def checked(
     else:
         dispatch.check_scale(softmax_scale)
     if softcap is not None:
-        dispatch.check_softcap(softcap)
+        dispatch.check_softcap(softcap, q.dtype)
     return Call(q, k, v, float(softmax_scale), window, chunk, sinks, None if softcap is None else float(softcap))
 
 

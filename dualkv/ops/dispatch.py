@@ -18,6 +18,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 SCALE_MIN, SCALE_MAX = 2.0**-100, 2.0**100  # fp32 holds such a scale, its inverse and lse / scale
 # fp32 holds softmax_scale / softcap; and the kernels' tanh is off by up to 2^-21, times the cap 2^-11 of a score.
 SOFTCAP_MIN, SOFTCAP_MAX = 2.0**-20, 2.0**10
+# Gradients of scores far above the cap underflow in fp16, whatever their sum is rounded to: at a cap of 2^-10 of scores
+# around 1, dq is off by 10 times what rounding explains.
+SOFTCAP_MIN_HALF = 2.0**-3
 
 _lib = torch.library.Library("dualkv", "DEF")
 _FEATURES = "int? window=None, int? chunk=None, Tensor? sinks=None, float? softcap=None"
@@ -105,10 +108,15 @@ def check_scale(softmax_scale: float) -> None:
         raise ValueError(f"softmax_scale is {softmax_scale}, expected a number from 2^-100 to 2^100")
 
 
-def check_softcap(softcap: float) -> None:
-    """Raise ValueError for a cap that the kernels cannot take."""
+def check_softcap(softcap: float, dtype: torch.dtype) -> None:
+    """Raise ValueError for a cap that the kernels cannot take, of tensors of a dtype."""
     if not SOFTCAP_MIN <= softcap <= SOFTCAP_MAX:
         raise ValueError(f"softcap is {softcap}, expected a number from 2^-20 to 2^10")
+    if dtype == torch.float16 and softcap < SOFTCAP_MIN_HALF:
+        raise ValueError(
+            f"softcap is {softcap} with torch.float16, whose gradients underflow there: expected at least 2^-3, or "
+            "torch.bfloat16"
+        )
 
 
 def check_features(
@@ -121,7 +129,7 @@ def check_features(
         TypeError: sinks of another dtype.
     """
     if softcap is not None:
-        check_softcap(softcap)
+        check_softcap(softcap, q.dtype)
     if sinks is not None:
         if sinks.shape != q.shape[1:2]:
             raise ValueError(f"sinks has shape {tuple(sinks.shape)}, expected [H] = {tuple(q.shape[1:2])}")
