@@ -8,7 +8,7 @@ In other blocks every pair is visible, and the products do what mathematics says
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from cute_kernels.accumulator import not_finite, remove_not_finite, words
 from cute_kernels.fwd_frame import ForwardFrame, Global, Part, State
@@ -25,8 +25,8 @@ class ForwardContainment(ForwardFrame):
     def contain(self, g: Global, part: Part, state: State, mask: Mask, due: Boolean, it: Int32) -> None:
         """Remove what is not finite from V of block `it`, and add it to the rows of O that see it.
 
-        Every warp group writes the same zeros, so none waits for another. Hence the values to add come from global
-        memory, not from the stage, where another warp group may have removed them.
+        All warp groups write the same zeros, in any order. So the values to add come from global memory: another warp
+        group may have removed them from the stage.
 
         due: the recompute pass is under way, and the mask of the block may hide some pairs.
         """
@@ -66,25 +66,24 @@ class ForwardContainment(ForwardFrame):
             values = cute.make_rmem_tensor(8, self.dtype)
             cute.autovec_copy(cute.local_tile(row, (8,), (chunk,)), values)
             found |= not_finite(values)
-        return (found != 0) & (n < self.tile_n)
+        return found != 0 if const_expr(self.tile_n % LANES == 0) else (found != 0) & (n < self.tile_n)
 
     @cute.jit
     def add_not_finite(
         self, g: Global, part: Part, state: State, mask: Mask, key: Int32, first_chunk: Int32 | int
     ) -> None:
         """Add what is not finite in V of a key to the thread's rows of O that see the key."""
-        row = g.v[cutlass.min(key, g.v.shape[0] - 1), self.kv_head(g, part), None]
-        visible = [mask.sees(r, state.rows.token[r], key, state.bounds) for r in range(2)]
-        for c in cutlass.range_constexpr(self.v_columns // 8):
-            pair = 4 * (first_chunk + c) + thread_here() % LANES % 4
-            values = cute.make_rmem_tensor(2, self.dtype)
-            cute.autovec_copy(cute.local_tile(row, (2,), (cutlass.min(pair, row.shape[0] // 2 - 1),)), values)
-            for j in cutlass.range_constexpr(2):
-                x = Float32(values[j])
-                broken = (x - x != 0.0) & (2 * pair < row.shape[0])
-                for r in cutlass.range_constexpr(2):
-                    i = 4 * c + 2 * r + j
-                    state.acc_O[i] = cutlass.select_(broken & visible[r], state.acc_O[i] + x, state.acc_O[i])
+        lane, row = thread_here() % LANES, g.v[cutlass.min(key, g.v.shape[0] - 1), self.kv_head(g, part), None]
+        for r in cutlass.range_constexpr(2):
+            if mask.sees(r, state.rows.token[r], key, state.bounds):
+                for c in cutlass.range_constexpr(self.v_columns // 8):
+                    pair = 4 * (first_chunk + c) + lane % 4
+                    values = cute.make_rmem_tensor(2, self.dtype)
+                    cute.autovec_copy(cute.local_tile(row, (2,), (cutlass.min(pair, row.shape[0] // 2 - 1),)), values)
+                    for j in cutlass.range_constexpr(2):
+                        i, x = 4 * c + 2 * r + j, Float32(values[j])
+                        broken = (x - x != 0.0) & (2 * pair < row.shape[0])
+                        state.acc_O[i] = cutlass.select_(broken, state.acc_O[i] + x, state.acc_O[i])
 
     def kv_head(self, g: Global, part: Part) -> Int32:
         """The head of K and V that the tile's query heads read."""

@@ -77,8 +77,6 @@ class Global(NamedTuple):
     K: cute.Tensor  # (T, D, Hk)
     V: cute.Tensor  # (T, Dv, Hk)
     O: cute.Tensor  # ((packed_heads, T), Dv, head groups)
-    q: cute.Tensor  # (T, H, D)
-    k: cute.Tensor  # (T, Hk, D)
     v: cute.Tensor  # (T, Hk, Dv)
     pairs: cute.Tensor  # (T, H, Dv / 2), out as pairs of elements in 32 bits
     lse: cute.Tensor  # (H, T)
@@ -384,7 +382,7 @@ class ForwardFrame(Clustered):
         num_clusters = cutlass.min(x.schedule.shape[0], num_sms // self.cluster)
         self.kernel(
             Atoms(tma_Q, tma_K, tma_V, tma_O),
-            Global(gQ, gK, gV, gO, x.q, x.k, x.v, pairs, *tables, softmax_scale, groups_per_kv),
+            Global(gQ, gK, gV, gO, x.v, pairs, *tables, softmax_scale, groups_per_kv),
         ).launch(
             grid=[num_clusters * self.cluster, 1, 1],
             block=[128 * (1 + self.mma_groups), 1, 1],

@@ -98,3 +98,28 @@ def test_segments_of_trees():
         changed = broken(tensors, names, rows, where, NAN)
         want = mathematics(*changed, layout.visible_end)
         check(("out", "dq", "dk", "dv"), step(changed, layout, False), want, clean, rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["k", "v"])
+@pytest.mark.parametrize("tree", [False, True])
+def test_one_infinity_costs_little(tree, name, dtype):
+    """An overflow in one layer must not look like a hang. The shortest turn counts, as others may use the GPU."""
+    lengths = torch.tensor(TREE[0]).diff().repeat(16) * 8
+    offsets, parent = [0, *lengths.cumsum(0).tolist()], [p if p < 0 else p + 9 * g for g in range(16) for p in TREE[1]]
+    layout = (
+        Layout.from_segments(offsets, parent, "cuda") if tree else Layout.from_lengths([512] * 16, [[60] * 16] * 16)
+    )
+    layout = layout.to("cuda")
+    clean = inputs(layout, 128, 32, 8, DTYPES[dtype])
+    infinite = broken(clean, (name,), slice(100, 101), "rows", INF)
+    times = {"clean": [], "infinite": []}
+    for _ in range(6):
+        for which, tensors in (("clean", clean), ("infinite", infinite)):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            step(tensors, layout, False)
+            end.record()
+            end.synchronize()
+            times[which].append(begin.elapsed_time(end))
+    assert min(times["infinite"]) < 3 * min(times["clean"]), times

@@ -384,6 +384,11 @@ def vote_all(x: Any) -> bool:
     return found if isinstance(found, bool) else False
 
 
+def ballot(x: Any) -> Any:
+    """A bit for each lane, of which none is known."""
+    return UNKNOWN
+
+
 def shuffle(x: Any, lane: Any) -> Any:
     return int(x[lane]) if isinstance(x, np.ndarray) else x
 
@@ -551,6 +556,7 @@ def stand_ins() -> dict[str, types.ModuleType]:
         setmaxregister_increase=whole_warp("setmaxregister"), shuffle_sync=whole_warp("a shuffle", shuffle),
         shuffle_sync_bfly=whole_warp("a shuffle"), sync_warp=whole_warp("sync_warp"), thread_idx=at_thread,
         vote_all_sync=whole_warp("a vote", vote_all), vote_any_sync=whole_warp("a vote", vote_any),
+        vote_ballot_sync=whole_warp("a vote", ballot),
         warp_idx=lambda: agent().warp, warp_reduction_max=whole_warp("a reduction"),
         warp_reduction_sum=whole_warp("a reduction"), warp_redux_sync=whole_warp("a reduction", redux),
     )  # fmt: skip

@@ -21,11 +21,18 @@ ROOT = Path(__file__).parents[2]
 # Functions whose loops go over elements that are all alike here: of these loops the first round is enough. They may
 # synchronize nothing.
 ALIKE = {
-    "accumulator.py": ("round_to", "not_finite"),
-    "bwd_contain.py": ("add_not_finite", "mark_keys", "not_finite", "remove_not_finite", "zero_hidden"),
+    "accumulator.py": ("round_to", "not_finite", "remove_not_finite"),
+    "bwd_contain.py": (
+        "add_not_finite",
+        "mark_keys",
+        "not_finite",
+        "remove_not_finite",
+        "rows_not_finite",
+        "zero_hidden",
+    ),
     "bwd_results.py": ("mask", "store_partial", "store_rows"),
     "bwd_window.py": ("hide",),
-    "fwd_contain.py": ("add_key", "contain"),
+    "fwd_contain.py": ("add_not_finite", "contain", "is_broken"),
     "mask.py": ("apply", "keep_before", "keep_from"),
     "softmax.py": ("online_softmax", "fixed_softmax", "half_softmax", "rescale", "normalize", "softcap"),
 }
