@@ -3,9 +3,9 @@
  * Signatures are those that the compiled host code itself declares (LLVM dialect), meanings those of the CUDA runtime
  * API of the same name. Everything is hidden: neither another kernel nor a library of the DSL in the process sees it.
  *
- * libcudart is found when a kernel is first called: the one in the process (PyTorch's CUDA builds have loaded theirs) by
- * its soname, else one on the loader's path. So a kernel loads without a GPU and without CUDA, and says what it lacks
- * when it is called.
+ * libcudart is found when a kernel is first called: the one that PyTorch is linked to, else one in the process by its
+ * soname, else one on the loader's path. So a kernel loads without a GPU and without CUDA, and says what it lacks when
+ * it is called.
  */
 #include <dlfcn.h>
 #include <pthread.h>
@@ -45,10 +45,13 @@ static const struct {
 static pthread_mutex_t once = PTHREAD_MUTEX_INITIALIZER;
 static int ready; /* one kernel a shared object, so one state */
 
-/* The CUDA runtime: 13 before 12, one in the process before one that would have to be loaded. */
+/* The CUDA runtime: PyTorch's, which may not be the newest in the process; else 13 before 12, one in the process before
+ * one that would have to be loaded. */
 static void *cuda_runtime(void) {
     static const char *const names[] = {"libcudart.so.13", "libcudart.so.12"};
     static const int modes[] = {RTLD_LAZY | RTLD_NOLOAD, RTLD_LAZY};
+    void *torch = dlopen("libc10_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+    if (torch && dlsym(torch, "cudaGetDevice")) return torch; /* dlsym searches the libraries that it is linked to, too */
     for (int mode = 0; mode < 2; mode++)
         for (int name = 0; name < 2; name++) {
             void *found = dlopen(names[name], modes[mode]);
@@ -81,16 +84,26 @@ static int find_functions(Raise raise) {
     return 0;
 }
 
-/* Called first in every launch: load the code and set the kernel's attributes on every device, once. */
+/* Whether the code is for a device: it is for compute capability 9.0, and other GPUs may be visible too. */
+static int is_hopper(int device, int *hopper) {
+    enum { MAJOR = 75, MINOR = 76 }; /* cudaDevAttrComputeCapability... */
+    int major = 0, minor = 0, code = cudaDeviceGetAttribute(&major, MAJOR, device);
+    if (code == SUCCESS) code = cudaDeviceGetAttribute(&minor, MINOR, device);
+    *hopper = major == 9 && minor == 0;
+    return code;
+}
+
+/* Called first in every launch: load the code and set the kernel's attributes on every Hopper GPU, once. */
 HIDDEN int cuda_dialect_init_library_once(void **library, int (*load)(void **), int (*load_to_device)(void **, int),
                                           Raise raise) {
     if (__atomic_load_n(&ready, __ATOMIC_ACQUIRE)) return SUCCESS;
     pthread_mutex_lock(&once);
-    int code = SUCCESS, devices = 0;
+    int code = SUCCESS, devices = 0, hopper;
     if (!ready && (code = find_functions(raise)) == SUCCESS) {
         code = cudaGetDeviceCount(&devices);
         if (code == SUCCESS && !*library) code = load(library);
-        for (int device = 0; device < devices && code == SUCCESS; device++) code = load_to_device(library, device);
+        for (int device = 0; device < devices && code == SUCCESS; device++)
+            if ((code = is_hopper(device, &hopper)) == SUCCESS && hopper) code = load_to_device(library, device);
         if (code == SUCCESS) {
             __atomic_store_n(&ready, 1, __ATOMIC_RELEASE);
         } else {

@@ -111,6 +111,35 @@ def test_the_first_call_loads_the_code_on_every_device_and_each_launches(kernels
     assert [line for line in calls if line.endswith("cudaSetDevice")] == [f"device {d}: cudaSetDevice" for d in (1, 0)]
 
 
+@pytest.mark.parametrize("other", [0, 1])
+def test_a_gpu_of_another_kind_is_left_alone(kernels, cuda, other):
+    """A kernel runs on the Hopper GPU beside it, and a call on the other one says that it has no code for it."""
+    said, calls = run(f"call({1 - other})\ncall({other})\ncall({1 - other})", kernels, cuda, OTHER=str(other))
+    assert said[::2] == ["returned None"] * 2
+    assert said[1].startswith("RuntimeError CUDA error")
+    attributes = [line for line in calls if "cudaKernelSetAttributeForDevice" in line]
+    assert [line[:8] for line in attributes] == [f"device {1 - other}"] * 2
+
+
+@pytest.mark.parametrize("theirs", [12, 13])
+def test_pytorchs_runtime_comes_before_another_in_the_process(kernels, tmp_path, theirs):
+    """A package of CUDA 13 may be imported beside a PyTorch of CUDA 12."""
+    for major in (12, 13):
+        _cuda(tmp_path, f'-DMARK="{major} "', names=[f"libcudart.so.{major}"])
+    _cuda(tmp_path, names=["libcuda.so.1"])
+    (tmp_path / "torch").mkdir()
+    source, library = tmp_path / "torch" / "empty.c", tmp_path / "torch" / "libc10_cuda.so"
+    source.touch()
+    linked = ["-Wl,--no-as-needed", str(tmp_path / f"libcudart.so.{theirs}"), "-Wl,-soname,libc10_cuda.so"]
+    subprocess.run(["gcc", "-shared", "-o", str(library), str(source), *linked], check=True)
+    names = [f"libcudart.so.{25 - theirs}", str(library)]
+    said, calls = run(f"for name in {names}: ctypes.CDLL(name)\ncall()", kernels, tmp_path)
+    assert said == ["returned None"]
+    marked = [line for line in calls if "cudaLibraryLoadData" in line or "cudaLaunchKernelExC" in line]
+    assert len(marked) == 2
+    assert all(f"{theirs} cuda" in line for line in marked), calls
+
+
 @pytest.mark.parametrize(
     "name",
     ["cudaGetDeviceCount", "cudaLibraryLoadData", "cudaLibraryGetKernel", "cudaKernelSetAttributeForDevice",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -101,6 +103,15 @@ def test_two_streams_at_once(deterministic):
         for out, dq, dk, dv in got:
             assert same((out, dk, dv), (want[0], want[2], want[3]))
             assert torch.equal(dq, want[1]) if deterministic else (dq - want[1]).abs().max() < 0.05
+
+
+def test_the_cuda_runtime_that_pytorch_is_linked_to_is_found():
+    """Kernels take their functions of CUDA so (codegen/runtime.c)."""
+    library = ctypes.CDLL("libc10_cuda.so", mode=os.RTLD_LAZY | os.RTLD_NOLOAD)
+    version = ctypes.c_int()
+    assert library.cudaRuntimeGetVersion(ctypes.byref(version)) == 0
+    assert version.value // 1000 == int(torch.version.cuda.partition(".")[0])
+    assert library.cudaLibraryLoadData, "since CUDA 12.8"
 
 
 REUSED = """
