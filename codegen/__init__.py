@@ -1,4 +1,4 @@
-"""From a specification to a loadable kernel."""
+"""Compile a specification into a loadable kernel."""
 
 
 class KernelError(RuntimeError):

@@ -1,4 +1,4 @@
-"""From a :class:`KernelSpec` to a shared object with its machine code, on any machine: no GPU is needed.
+"""Compile a :class:`KernelSpec` into a shared object with its machine code, on any machine: no GPU is needed.
 
 The compile runs in its own process (`python -m codegen.compile` in the folder, the spec on stdin): the DSL reads its
 target from the environment when it is imported, and nothing that it does reaches the caller's process.
@@ -25,7 +25,7 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def cannot_compile() -> str | None:
-    """What this machine lacks to compile kernels and how to get it, or None."""
+    """Say what this machine lacks to compile kernels and how to get it; None if it can compile."""
     if said := toolchain.lacking():
         return said
     if not any(map(shutil.which, C_COMPILERS)):

@@ -113,7 +113,7 @@ def ctas_per_sm(registers: int, threads: int, shared_memory: int) -> int:
 
 
 def unreadable() -> str | None:
-    """Why :func:`on_device` cannot read kernels back here, or None."""
+    """Say why :func:`on_device` cannot read kernels back here; None if it can."""
     try:
         _call("cuInit", 0)
         if not _call("cuDeviceGetCount"):
@@ -126,7 +126,7 @@ def unreadable() -> str | None:
 
 
 def on_device(cubin: bytes, threads: int, shared_memory: int) -> dict[str, int]:
-    """What the driver says of the cubin, loaded on GPU 0, for CTAs of `threads` threads and so many dynamic bytes.
+    """Ask the driver about the cubin, loaded on GPU 0, for CTAs of `threads` threads and so many dynamic bytes.
 
     Returns:
         registers, stack (bytes of local memory a thread), static_shared_memory and ctas_per_sm.

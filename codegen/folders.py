@@ -94,7 +94,7 @@ def check_private(folder: Path, what: str = "the kernel cache", owners: tuple[in
 
 
 def open_to_others(path: Path) -> str | None:
-    """Why code is not loaded from a file or folder that others than its owner can write to; None if they cannot.
+    """Say why code is not loaded from a file or folder that others than its owner can write to; None if they cannot.
 
     Raises:
         OSError: there is none.

@@ -1,9 +1,9 @@
 """The record of every compiled kernel's registers, memory and instructions: a change shows without a GPU.
 
-`python -m codegen.manifest tests/codegen/manifest.json` compiles every specialization and rewrites the record;
-with `--check` it compares instead, all or those that `--only` names; with `--changed` it keeps what the record says of
-kernels whose sources and compiler are the record's. The CPU tests (tests/codegen/test_manifest.py) compile a part of
-the kernels and check that the sources are those which the record was compiled from.
+`python -m codegen.manifest tests/codegen/manifest.json` compiles every specialization and rewrites the record; with
+`--check` it compares instead, all kernels or the ones that `--only` names; with `--changed` it keeps what the record
+says of kernels whose sources and compiler are the record's. The CPU tests (tests/codegen/test_manifest.py) compile a
+part of the kernels and check that the record was compiled from these sources.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def describe(specs: list[KernelSpec], folder: Path, jobs: int) -> Iterator[tuple
 
 
 def instructions(entry: Path) -> dict[str, int]:
-    """How often each watched instruction occurs; wgmma by shape and types, register budgets by value."""
+    """Count each watched instruction; wgmma by shape and types, register budgets by value."""
     found: Counter[str] = Counter()
     for name, operands in re.findall(
         r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);", cubin.sass(entry / "kernel.cubin")
@@ -68,7 +68,7 @@ def sources() -> dict[str, str]:
 
 
 def problems(spec: KernelSpec, described: dict[str, Any]) -> list[str]:
-    """What is wrong with a kernel: spills, serialized wgmma, local memory, missing instructions."""
+    """List what is wrong with a kernel: spills, serialized wgmma, local memory, missing instructions."""
     code = described["instructions"]
     found = [f"{name} is {described[name]}, expected 0" for name in RESOURCES[1:4] if described[name]]
     found += [f"ptxas runs wgmma one by one ({code})" for code in described["wgmma_warnings"]]
@@ -93,7 +93,7 @@ def differences(recorded: dict[str, Any] | None, described: dict[str, Any]) -> l
 def unchanged(
     specs: list[KernelSpec], recorded: dict[str, Any], made_by: dict[str, str], made_from: dict[str, str]
 ) -> dict[str, dict[str, Any]]:
-    """What a manifest says of the kernels that this compiler (`versions`) made from these sources."""
+    """Select from a manifest the kernels that this compiler (`versions`) made from these sources."""
     if recorded["versions"] != made_by:
         return {}
     same = {str(s) for s in specs if recorded["sources"].get(s.operation) == made_from[s.operation]}

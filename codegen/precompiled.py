@@ -37,7 +37,7 @@ FIELDS = (
 
 @dataclass
 class Checked:
-    """What :func:`check` found.
+    """The result of :func:`check`.
 
     Attributes:
         kernels: number of kernels in the manifest.
@@ -218,7 +218,7 @@ def unusable(folder: Path) -> dict[str, str]:
 
 
 def _problems(path: Path, said: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with an entry, or with the manifest's description of it."""
+    """Find what is wrong with an entry, or with the manifest's description of it."""
     if not path.is_dir():
         yield f"is in {MANIFEST} and not in the folder"
         return

@@ -1,4 +1,5 @@
-"""Which kernels a set of attention shapes needs, and which options of `dualkv precompile` select a kernel."""
+"""Select the kernels that a set of attention shapes needs, and the options of `dualkv precompile` that select a
+kernel."""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ DIRECTIONS = ("forward", "backward")
 class Shape(NamedTuple):
     """Shape of attention layers: a head dim (a multiple of 8 up to 512), a GQA ratio, and features of calls (NAMES).
 
-    `head_dim_v` is the head dim of values, None if it is that of queries and keys. The backward's kernels do not depend
-    on the GQA ratio. A call with a window of either kind that hides a key asks for the feature "window", other calls of
-    the layer do not.
+    `head_dim_v` is the head dim of values, None if it is the head dim of queries and keys. The backward's kernels do
+    not depend on the GQA ratio. A call with a window of either kind that hides a key asks for the feature "window",
+    other calls of the layer do not.
     """
 
     head_dim: int
@@ -69,7 +70,7 @@ def select(
     deterministic: bool = False,
     trees: bool = False,
 ) -> list[KernelSpec]:
-    """The kernels that the shapes need: each once, those of a shape together.
+    """The kernels that the shapes need: each once, kernels of a shape together.
 
     Args:
         shapes: head dims and GQA ratios.
@@ -109,7 +110,7 @@ def select(
 
 
 def _forwards(dtype: str, shape: Shape, trees: bool) -> list[KernelSpec]:
-    """The forward's kernels of a shape; those of windows, long and short ones, serve layouts of any depth."""
+    """The forward's kernels of a shape; kernels with windows, long and short ones, serve layouts of any depth."""
     window = "window" in shape.features
     which = ((True, False), (True, True)) if window else ((False, False), (True, False)) if trees else ((False, False),)
     head_dim, head_dim_v = shape.native
@@ -123,7 +124,7 @@ def _forwards(dtype: str, shape: Shape, trees: bool) -> list[KernelSpec]:
 
 
 def _of(operation: str, features: Iterable[str]) -> str:
-    """Those of a call's features that an operation's kernel has, as `KernelSpec.features`."""
+    """Select the features of a call that an operation's kernel has, as `KernelSpec.features`."""
     return joined(*(name for name in FEATURES[operation] if name in features))
 
 

@@ -133,7 +133,7 @@ class KernelSpec(Generic[AnyTile]):
         return self.operation == FORWARDS[True]
 
     def to_dict(self) -> dict[str, Any]:
-        """Without `head_dim_v` where it is None: such kernels keep their names."""
+        """Leave out `head_dim_v` where it is None: such kernels keep their names."""
         return {name: value for name, value in asdict(self).items() if name != "head_dim_v" or value is not None}
 
     def to_json(self) -> str:
@@ -211,7 +211,7 @@ def backward_specs(
 
     Args:
         deterministic: concerns the sums of dQ; without dQ it changes nothing.
-        features: of the call, names in FEATURES. Each kernel has those that concern it.
+        features: of the call, names in FEATURES. Each kernel has the ones that concern it.
         head_dim_v: of values; None: `head_dim`.
         few_keys: see `backward_tile`.
     """

@@ -39,7 +39,8 @@ SCHEMA = 2
 Kernel = Callable[..., Any]
 
 counts: Counter[str] = Counter()
-"""How often kernels came from `kernel_dir`, `wheel`, `cache` or `compiled` in this process (memory is not counted)."""
+"""The number of kernels that came from `kernel_dir`, `wheel`, `cache` or `compiled` in this process (memory is not
+counted)."""
 
 _loaded: dict[KernelSpec, Kernel] = {}
 _lock = threading.RLock()
@@ -62,7 +63,7 @@ def load(spec: KernelSpec) -> Kernel:
 
 
 def load_all(specs: Iterable[KernelSpec]) -> list[Kernel]:
-    """Like `load`, for several specifications: missing kernels are compiled in parallel."""
+    """Run `load` for several specifications: missing kernels are compiled in parallel."""
     specs = list(specs)
     with _lock:
         missing = [spec for spec in dict.fromkeys(specs) if spec not in _loaded]
@@ -211,11 +212,11 @@ def wheel_dir() -> Path | None:
 
 
 def mismatch(path: Path, spec: KernelSpec, same_compiler: bool) -> str | None:
-    """Why the entry at `path` must not be loaded for `spec` here, or None.
+    """Say why the entry at `path` must not be loaded for `spec` here; None if it may.
 
     Args:
-        same_compiler: whether this machine's compiler must have made the entry, as those of the cache. Other entries
-            must fit the machine and its driver; their compiler may be absent here.
+        same_compiler: whether this machine's compiler must have made the entry, as it makes the entries of the cache.
+            Other entries must fit the machine and its driver; their compiler may be absent here.
     """
     try:
         if path.parent != wheel_dir():  # as safe as all installed packages
@@ -264,7 +265,7 @@ def add(spec: KernelSpec, folder: Path) -> Path:
 
 
 def _add(spec: KernelSpec, folder: Path) -> Path:
-    """Like `add`, but raises OSError if the folder cannot be written."""
+    """Run `add`, but raise OSError if the folder cannot be written."""
     path = folder / _name(spec)
     with locked(folder / f".{path.name}.lock"):
         if has(spec, folder):

@@ -69,7 +69,7 @@ SHORT_WINDOW_SINKS_TILES = SHORT_WINDOW_TILES | {  # sinks take registers: with 
     256: ForwardTile(tile_n=48, cluster=1),
 }
 FEW_KEYS_ROWS = 2**17  # packed rows times KV heads: smaller calls fill the GPU too few times to gain
-FEW_KEYS_COST = 1.15  # time by the plan with clusters, over that of CTAs without: from here on most layouts gain
+FEW_KEYS_COST = 1.15  # time by the plan with clusters, over the time without: from here on most layouts gain
 FEW_KEYS_FORWARD_TILES: Tiles = {  # from FEW_KEYS_ROWS and FEW_KEYS_COST on: where segments are short, a cluster's CTAs
     # see other keys. Head dims 192 and 256 gain and lose by it.
     head_dims: replace(FORWARD_TILES[head_dims], cluster=1)
@@ -111,7 +111,7 @@ def kernel_head_dims(head_dim: int, head_dim_v: int | None = None) -> tuple[int,
 
 
 def native_key(head_dim: int, head_dim_v: int | None) -> HeadDims:
-    """That of the native pair in a table of tiles."""
+    """The key of the native pair in a table of tiles."""
     native, native_v = kernel_head_dims(head_dim, head_dim_v)
     return native if native == native_v else (native, native_v)
 
@@ -172,7 +172,7 @@ class BackwardTile:
 
     @property
     def ctas(self) -> int:
-        """CTAs that take a work item together. Those of 64 keys are never alone."""
+        """CTAs that take a work item together. CTAs of 64 keys are never alone."""
         return 2 if self.tile_n == 64 else self.cluster
 
     def partial_floats(self, head_dim: int, head_dim_v: int) -> int:
@@ -189,7 +189,7 @@ BACKWARD_TILES: dict[HeadDims, BackwardTile] = {
     512: BackwardTile(tile_m=64, tile_n=64, cluster=1),
     (192, 128): BackwardTile(tile_m=96, tile_n=64),
 }
-FEW_KEYS_WALK = 1.03  # query rows that clusters of two walk, over those that CTAs without clusters walk
+FEW_KEYS_WALK = 1.03  # query rows that clusters of two walk, over the rows that CTAs without clusters walk
 FEW_KEYS_TILES: dict[HeadDims, BackwardTile] = {  # from FEW_KEYS_ROWS and FEW_KEYS_WALK on: where segments are short,
     # fewer rows see the keys of both CTAs of a cluster
     head_dim: replace(BACKWARD_TILES[head_dim], cluster=1)

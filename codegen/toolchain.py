@@ -1,4 +1,4 @@
-"""What compiles kernels on this machine: the CuTe DSL, its versions, and the kernels' sources.
+"""Find the compiler of kernels on this machine: the CuTe DSL, its versions, and the kernels' sources.
 
 All of it is found on disk. Neither cutlass nor torch is imported: a machine that only loads kernels may lack cutlass,
 and this package does not need torch.
@@ -95,12 +95,12 @@ class Toolchain:
 
 
 def found() -> Toolchain | None:
-    """What compiles kernels here: this environment's DSL, else the private toolchain, else None."""
+    """Find the compiler of kernels here: this environment's DSL, else the private toolchain, else None."""
     return next((t for t in (_environment(), _private()) if isinstance(t, Toolchain)), None)
 
 
 def lacking() -> str | None:
-    """Why nothing compiles kernels here and what to do, in one sentence, or None."""
+    """Say in one sentence why nothing compiles kernels here and what to do; None if something does."""
     if found() is not None:
         return None
     return f"nothing here compiles kernels ({_environment()}; {_private()}): {REMEDIES}"

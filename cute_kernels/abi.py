@@ -1,4 +1,4 @@
-"""What the host and the kernels must agree on: fields of plans, sizes of tiles and workspaces. Plain integers, no CuTe.
+"""The contract of the host and the kernels: fields of plans, sizes of tiles and workspaces. Plain integers, no CuTe.
 
 The digest of a kernel covers this file (codegen/toolchain.py), so a change here is a miss in the store.
 """
@@ -30,15 +30,15 @@ class ForwardFields:
 class PathFields:
     """The fields of a forward work item over trees of any depth, and with windows or chunks.
 
-    A *tile* is a run of consecutive packed rows of one group, as in `ForwardFields`. The keys that it sees are those of
-    the segments on the path of its first row, and its own rows. Its blocks of `tile_n` keys cover them from the root
-    on, each key once; a block may begin at any row, and reach over rows that no row of the tile sees.
+    A *tile* is a run of consecutive packed rows of one group, as in `ForwardFields`. It sees the keys of the segments
+    on the path of its first row, and of its own rows. Its blocks of `tile_n` keys cover them from the root on, each key
+    once; a block may begin at any row, and reach over rows that no row of the tile sees.
 
-    A masked block has two numbers, its first key and its limit: no row of the tile sees keys from there on. Of those
-    before, a row sees all keys k <= row; where the limit is written with a minus, only the ones whose `visible_end` is
-    above the row. A work item has those of the first masked block, with which a tile begins; the table of *regions* has
-    a row for each other one. Then it has a row for each run of whole blocks, which every row of the tile sees: the
-    first key, and how many blocks follow one another.
+    A masked block has two numbers, its first key and its limit: no row of the tile sees keys from the limit on. Of the
+    keys before it, a row sees all keys k <= row; where the limit is written with a minus, only keys whose `visible_end`
+    is above the row. A work item has the numbers of the first masked block, with which a tile begins; the table of
+    *regions* has a row for each other masked block. Then it has a row for each run of whole blocks, which every row of
+    the tile sees: the first key, and how many blocks follow one another.
 
     With a window or chunks, a row keeps only the keys from its first one on, in every masked block (`first_key` [T],
     packed rows; along a path rows ascend as positions do, so one number says where a row's window begins). Of each
@@ -144,7 +144,7 @@ def lock_words(blocks: int) -> int:
 
 
 def clears_ahead(head_dim: int) -> bool:
-    """Whether the main kernel of a native head dim sees to it that sums of dQ start at 0; else the one before does."""
+    """Whether the main kernel of a native head dim sets sums of dQ to 0; else the preprocess does."""
     return head_dim <= 128
 
 

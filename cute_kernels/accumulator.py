@@ -79,7 +79,8 @@ def round_to(acc: cute.Tensor, frag: cute.Tensor) -> None:
 
 
 def not_finite(frag: cute.Tensor) -> Int32:
-    """Not 0 if one of a thread's 16-bit elements is not finite: 0 times them adds up to NaN then."""
+    """Return a number that is not 0 if one of a thread's 16-bit elements is not finite: 0 times them adds up to NaN
+    then."""
     pairs = cute.recast_tensor(frag, Int32)
     sums = [Int32(0)] * 4
     for j in range(cute.size(pairs)):

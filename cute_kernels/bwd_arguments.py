@@ -1,4 +1,4 @@
-"""What the parts of the backward's main kernels hand to each other, bundled by where it lives."""
+"""The data that parts of the backward's main kernels hand to each other, bundled by the memory that holds it."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -66,7 +66,8 @@ class Shared(NamedTuple):
 
 
 class SavedItem(NamedTuple):
-    """What warps need of their item after their loops, during which no register holds it. In this order in `Shared`."""
+    """The fields of their item that warps need after their loops, during which no register holds them. In this order in
+    `Shared`."""
 
     kv_head: Int32
     key: Int32
@@ -105,7 +106,7 @@ class Item:
         return cls(field[items.KV_HEAD], key, field[items.KEY_END], *blocks, *unmasked, field[items.PARTIAL], *order)
 
     def predecessors(self, m_block: Int32) -> Int32:
-        """How many items add to dQ of a query block before this one."""
+        """The number of items that add to dQ of a query block before this one."""
         return cutlass.select_(m_block < self.previous_end, self.order, self.previous + 1)
 
 
@@ -118,9 +119,9 @@ class TableRow(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Which query rows see a thread's two keys, in an accumulator whose rows are keys.
+    """The query rows that see a thread's two keys, in an accumulator whose rows are keys.
 
-    Both are less the thread's first column there, so that they compare with `accumulator.column`.
+    The thread's first column is subtracted from both, so that they compare with `accumulator.column`.
     """
 
     key: cute.Tensor  # (2) first query row that sees the key, which is the key's own

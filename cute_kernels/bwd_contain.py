@@ -4,7 +4,8 @@ A hidden pair has P = 0 and dS = 0, and 0 * NaN is NaN in a product. So the oper
 finite:
 
 - V and (for dQ) K once, before the loop. The dpsum of a row that sees such a V is not finite, and neither is its dS. A
-  key with such a K gets a NaN as the first element of its V, which all that see the key meet there; so does its dV.
+  key with such a K gets a NaN as the first element of its V, which every row that sees the key meets there; its dV
+  gets one too.
 - Q and dO in blocks that need the mask, if dpsum says that there is something to remove: bwd_stats makes the dpsum of
   such a row not finite, and P infinite where a row with such a Q sees a key. dV gets the elements of dO by hand.
 
@@ -28,7 +29,7 @@ ALL_MASKED = 2**31 - 1  # unmasked_begin of a CTA with broken keys: all blocks t
 
 
 class BackwardContainment:
-    """Of :class:`cute_kernels.bwd_frame.BackwardFrame`."""
+    """A mixin of :class:`cute_kernels.bwd_frame.BackwardFrame`: it contains NaN and infinity."""
 
     dtype: type[cutlass.Numeric]
     head_dim: int
@@ -45,7 +46,7 @@ class BackwardContainment:
     # ---------------------------------------------------------------- keys
     @cute.jit
     def contain_keys(self, s: Shared, unmasked_begin: Int32) -> Int32:
-        """Before the loop: remove what is not finite from V and from K (for dQ), of the other CTA too.
+        """Remove what is not finite from V and from K (for dQ), of the other CTA too. Runs before the loop.
 
         Returns the new unmasked_begin.
         """
@@ -69,7 +70,7 @@ class BackwardContainment:
 
     @cute.jit
     def mark_keys(self, acc_dV: cute.Tensor, sV: cute.Tensor, row: Int32) -> None:
-        """After the loop: dV of keys whose K was not finite is NaN. The thread's keys are row and row + 8."""
+        """Set dV of keys whose K was not finite to NaN, after the loop. The thread's keys are row and row + 8."""
         marks = cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
             marks[r] = Float32(sV[row + 8 * r, 0])
@@ -94,7 +95,7 @@ class BackwardContainment:
         remove_from: cutlass.Constexpr = (),
         wg: cutlass.Constexpr = None,
     ) -> None:
-        """What is not finite in the rows of Q and dO of a block stays with the keys that see them.
+        """Keep what is not finite in the rows of Q and dO of a block with the keys that see them.
 
         Args:
             acc_dV: takes what is not finite in rows of dO, if given; `remove_from` has dO then.
@@ -167,7 +168,7 @@ class BackwardContainment:
     # ---------------------------------------------------------------- tiles in shared memory
     @cute.jit
     def not_finite(self, tile: cute.Tensor, tid: Int32, threads: cutlass.Constexpr) -> Int32:
-        """Not 0 if this thread's part of a tile holds something that is not finite."""
+        """Return a number that is not 0 if this thread's part of a tile holds something that is not finite."""
         quads, found = words(tile), Int32(0)
         for i in cutlass.range_constexpr(cute.size(quads) // 4 // threads):
             quad = cute.make_rmem_tensor(8, self.dtype)
@@ -177,7 +178,7 @@ class BackwardContainment:
 
     @cute.jit
     def rows_not_finite(self, tile: cute.Tensor, tid: Int32, threads: cutlass.Constexpr) -> Int32:
-        """The same of a block of Q or dO, in a loop that keeps to few registers."""
+        """Compute `not_finite` of a block of Q or dO, in a loop that keeps to few registers."""
         quads, found = words(tile), Int32(0)
         for i in cutlass.range(tid, cute.size(quads) // 4, threads, unroll=1):
             quad = cute.make_rmem_tensor(8, self.dtype)

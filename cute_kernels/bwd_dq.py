@@ -35,7 +35,7 @@ class StagedDq(Pipeline):
 class NarrowPipelines(BackwardPipelines):
     """
     Attributes:
-        dS: complete for step `it` when all MMA warps have written dS of step `it` and no longer read that of step
+        dS: complete for step `it` when all MMA warps have written dS of step `it` and no longer read dS of step
             `it` - 1. So one barrier says both that a block's dS is there and that the buffer of the block before may
             be written again, for which there are two buffers. Every MMA warp waits for step `it` - 1 before it arrives
             for step `it`, so no warp is a phase behind. That one wait, in `write_dS`, stands before both uses of step
@@ -48,11 +48,11 @@ class NarrowPipelines(BackwardPipelines):
 
 
 class NarrowDq(BackwardFrame):
-    """Of :class:`cute_kernels.bwd_narrow.NarrowBackward`."""
+    """A mixin of :class:`cute_kernels.bwd_narrow.NarrowBackward`: it adds dQ up."""
 
     @property
     def dq_warps(self) -> list[int]:
-        """Of each warp group, the warps that hold columns of dQ."""
+        """The number of warps of each warp group that hold columns of dQ."""
         return [4, 4 if split_rows(self.head_dim) else self.head_dim // 16 - 4]
 
     @property

@@ -111,7 +111,7 @@ class BackwardFrame(Producer, BackwardContainment, Results):
     Args:
         dtype: cutlass.BFloat16 or cutlass.Float16.
         head_dim: native head dim.
-        head_dim_v: that of v and dout, if it is another one.
+        head_dim_v: native head dim of v and dout, if it is another one.
         gradients: which of dQ, dK and dV are made: a part of "qkv" in that order. Products that they do not need are
             left out.
         tile_m, tile_n, stages, cluster: see codegen.tiles.BackwardTile.
@@ -501,7 +501,7 @@ class BackwardFrame(Producer, BackwardContainment, Results):
         return warp_id // 4, cute.arch.thread_idx()[0] % 128, cute.arch.lane_idx()
 
     def mask_of(self, g: Global, item: Item, first_key: Int32, warp_id: Int32) -> Mask:
-        """Of a thread; first_key: of its warp group."""
+        """Make the calling thread's mask. first_key: the first key of its warp group."""
         key, visible_end = [cute.make_rmem_tensor(2, Int32) for _ in range(2)]
         lane = cute.arch.lane_idx()
         for r in range(2):
@@ -531,7 +531,7 @@ class BackwardFrame(Producer, BackwardContainment, Results):
         return mask._replace(unmasked_begin=self.contain_keys(s, mask.unmasked_begin))
 
     def copy_of_dS(self) -> cute.TiledCopy:
-        """From the registers of an accumulator of S^T to shared memory, where keys are contiguous."""
+        """The copy from the registers of an accumulator of S^T to shared memory, where keys are contiguous."""
         return cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype), self.mma_S())
 
     @cute.jit
@@ -544,7 +544,7 @@ class BackwardFrame(Producer, BackwardContainment, Results):
         return m_block, h
 
     def dq_block(self, dq_acc: cute.Pointer, num_blocks: Int32, m_block: Int32, h: Int32) -> cute.Pointer:
-        """Where dQ of a query block of a head is added up; `num_blocks`: of a head."""
+        """The address where dQ of a query block of a head is added up; `num_blocks`: of a head."""
         return dq_acc + (Int64(h) * num_blocks + m_block) * (self.tile_m * self.dq_columns)
 
     def lock_of(self, g: Global, m_block: Int32, h: Int32, which: Int32 | int) -> cute.Pointer:

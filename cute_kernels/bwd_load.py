@@ -15,7 +15,7 @@ from cute_kernels.pipeline import Pipeline, Signal, Stage
 
 
 class Producer(Clustered):
-    """Of :class:`cute_kernels.bwd_frame.BackwardFrame`."""
+    """A mixin of :class:`cute_kernels.bwd_frame.BackwardFrame`: the producer warp."""
 
     tile_m: int
     tile_n: int
@@ -32,7 +32,7 @@ class Producer(Clustered):
 
     @cute.jit
     def load_keys(self, loads: Loads, s: Shared, p: BackwardPipelines, item: Item) -> None:
-        """tile_n rows of K and V, and of the other CTA's K the columns of this CTA's part of dQ."""
+        """tile_n rows of K and V, and the columns of the other CTA's K for this CTA's part of dQ."""
         if const_expr(self.peer_columns and self.want_dq):  # it comes with this CTA's K, on one barrier
             rank = self.rank()
             first = item.key + (1 - 2 * rank) * self.tile_n, rank * (self.head_dim - self.peer_columns)

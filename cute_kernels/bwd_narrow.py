@@ -128,7 +128,8 @@ class NarrowBackward(NarrowDq):
         return hopper.make_trivial_tiled_mma(self.dtype, self.dtype, MN_major, K_major, Float32, (1, 1, 1), shape)
 
     def first_block(self, item: Item) -> Int32:
-        """If deterministic, the CTA adds zeros to all blocks of the item, as others wait for it to have added."""
+        """The first query block to whose dQ the CTA adds. If deterministic, it adds zeros to all blocks of the item, as
+        other CTAs wait for it to have added."""
         if self.deterministic or self.windowed:
             return item.block_begin
         return first_block(item.block_begin, item.block_end, item.key, item.key_end, self.tile_m)
@@ -211,7 +212,7 @@ class NarrowBackward(NarrowDq):
         )
 
     def score_operands(self, s: Shared, begin: int, end: int) -> ScoreOperands:
-        """Of the sixteens of rows [begin, end) of each block."""
+        """The operands of the sixteens of rows [begin, end) of each block."""
         rows = 16 * (end - begin)
         mma = self.mma_of_rows(rows)
         thr, sQ, sdO = mma.get_slice(0), s.Q, s.dO
@@ -379,7 +380,8 @@ class NarrowBackward(NarrowDq):
         if self.want_dv:
             gemm(mma_dKV, x.acc_dV, tP, x.dOt[None, None, None, stage.index], False, rows.begin)
         if self.want_dq:
-            # Of the step before, whose dS `write_dS` has waited for; in the first step of whatever is there.
+            # dQ of the step before, whose dS `write_dS` has waited for; in the first step, of whatever is in the
+            # buffer.
             acc_dQ = self.issue_dq(x, own + 1)
             warpgroup.wait_group(1)  # dV
             p.dO.consumer_release(stage)
@@ -458,7 +460,7 @@ class NarrowBackward(NarrowDq):
         )
 
     def write_dS(self, p: NarrowPipelines, x: Operands, tdS: cute.Tensor | None, it: Int32, begin: int = 0) -> None:
-        """dS^T of step `it` to shared memory, once no warp reads that of step `it` - 2 there.
+        """dS^T of step `it` to shared memory, once no warp reads dS of step `it` - 2 there.
 
         tdS: of rows from the sixteen `begin` on, None for no rows; of the others it is 0.
         """

@@ -1,4 +1,4 @@
-"""After the backward's main kernel: dQ from its fp32 sums."""
+"""The kernel after the backward's main kernel: dQ from its fp32 sums."""
 
 import cuda.bindings.driver as cuda
 import cutlass

@@ -1,4 +1,4 @@
-"""Before the backward's main kernel: dpsum = rowsum(dO * O), the statistics of every query row, zeros."""
+"""The kernel before the backward's main kernel: dpsum = rowsum(dO * O), the statistics of every query row, zeros."""
 
 import math
 from typing import Any, NamedTuple
@@ -45,7 +45,7 @@ class BackwardPreprocess:
     Args:
         dtype: cutlass.BFloat16 or cutlass.Float16.
         head_dim: native head dim of the main kernel.
-        head_dim_v: that of out and dout, if it is another one.
+        head_dim_v: native head dim of out and dout, if it is another one.
         tile_m: query rows a block, a multiple of 16.
         gradients: which of dQ, dK and dV are made: a part of "qkv" in that order. dV alone needs no dpsum: it is 0 (or
             NaN, as below).
@@ -173,7 +173,7 @@ class BackwardPreprocess:
     def add_sinks(self, lse: cute.Tensor, sum_of_row: cute.Tensor, more: More, h: Int32, mb: Int32) -> None:
         """The block's part of the gradient of a head's sink: -sum of exp(sink - lse) * dpsum over its rows.
 
-        A row that asks for nothing (lse inf) and a sink of -inf add nothing, whatever dpsum is.
+        A row without a query (lse inf) and a sink of -inf add nothing, whatever dpsum is.
         """
         M, tid, warps = self.tile_m, cute.arch.thread_idx()[0], THREADS // 32
         of_warp = SmemAllocator().allocate_tensor(Float32, cute.make_layout(warps), 16)

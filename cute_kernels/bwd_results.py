@@ -23,7 +23,7 @@ def as_pairs(x: cute.Tensor) -> cute.Tensor:
 
 
 def transpose_4x4(values: list[Int32], lane: Int32) -> list[Int32]:
-    """Among four neighbouring threads: thread `lane` (0 to 3) gets element `lane` of each of them."""
+    """Transpose values among four neighbouring threads: thread `lane` (0 to 3) gets element `lane` of each of them."""
     x = list(values)
     for bit in (1, 2):
         high = (lane & bit) != 0
@@ -62,7 +62,7 @@ def store_chunks(acc: cute.Tensor, dtype: cutlass.Constexpr, rows: Rows, first: 
 
 
 class Destination(NamedTuple):
-    """Where a CTA's dK and dV go."""
+    """The destination of a CTA's dK and dV."""
 
     kv_head: Int32
     key: Int32
@@ -71,7 +71,7 @@ class Destination(NamedTuple):
 
 
 class Results(Windows):
-    """Mask S^T, write dK and dV. Of :class:`cute_kernels.bwd_frame.BackwardFrame`."""
+    """A mixin of :class:`cute_kernels.bwd_frame.BackwardFrame`: it masks S^T, and writes dK and dV."""
 
     dtype: type[cutlass.Numeric]
     head_dim: int
@@ -93,7 +93,7 @@ class Results(Windows):
 
     # ---------------------------------------------------------------- the item, after the loop
     def save_item(self, s: Shared, saved: SavedItem) -> None:
-        """By one warp, before the loops of the others."""
+        """Save the item, by one warp, before the loops of the other warps."""
         with cute.arch.elect_one():
             for j, field in enumerate(saved):
                 store_volatile(s.item + j, field)
@@ -117,7 +117,7 @@ class Results(Windows):
         Args:
             results: accumulators (64 keys x D or Dv), the tensors that they belong to, and 0 (dK) or 1 (dV).
             row: the thread's keys are `row` and `row` + 8 of the CTA's.
-            first_partial: see there; where it is not given, split items alone compute it.
+            first_partial: the result of :meth:`first_partial`; where it is not given, split items alone compute it.
         """
         size = self.tile_n * self.head_dim  # dV's sums lie behind those of dK
         if end.partial < 0:
@@ -129,11 +129,11 @@ class Results(Windows):
                 self.store_partial(acc, partials.iterator + (first + which * size), row)
 
     def destination(self, s: Shared) -> Destination:
-        """Of this CTA's results, from the saved item."""
+        """Read the destination of this CTA's results from the saved item."""
         return Destination(*self.saved(s, "kv_head", "key", "key_end", "partial"))
 
     def first_partial(self, partial: Int32) -> Int64:
-        """Where this CTA's partial sums begin."""
+        """The offset of this CTA's partial sums."""
         return Int64(partial) * self.partial_floats() + self.rank() * (self.tile_n * (self.head_dim + self.head_dim_v))
 
     def partial_floats(self) -> int:

@@ -128,7 +128,7 @@ class SplitBackward(WideBackward):
 
     @property
     def buffers(self) -> int:
-        """P, and dS of two steps: that of step `it` is written after the wait for dO of its step. So both warp groups
+        """P, and dS of two steps: dS of step `it` is written after the wait for dO of its step. So both warp groups
         have released dO of the step before, which the first one does after dQ of two steps back."""
         return 3
 
@@ -251,7 +251,7 @@ class SplitBackward(WideBackward):
     def share_marks(self, s: Shared, p: SplitPipelines, unmasked_begin: Int32) -> Int32:
         """Both CTAs learn which keys `contain_keys` has marked in V of either, and whether it has removed anything."""
         tid, lane, marks = cute.arch.thread_idx()[0] - 128, cute.arch.lane_idx(), p.marks
-        peer = 1 - self.rank()  # here: in the branch below lanes would wait for those that are not in it
+        peer = 1 - self.rank()  # here: in the branch below lanes would wait for lanes that are not in it
         received = s.dQ.iterator + 2 * self.tile_n * self.tile_m
         if tid < 32:
             with cute.arch.elect_one():

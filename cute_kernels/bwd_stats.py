@@ -1,9 +1,9 @@
 """lse and dpsum of query rows in the backward: a few more columns of operands, so that the tensor cores add them.
 
 P and dS are made of S - lse / softmax_scale and dP - dpsum. Both come out of the products themselves if the rows of Q
-and dO go on with columns that hold the statistics, and those of K and V with ones there; a number of fp32 is three of
-bf16. So no thread loads statistics, holds them in registers or adds them; to load them took a twelfth of the traffic of
-shared memory (docs/tuning.md, "Statistics by the tensor cores").
+and dO go on with columns that hold the statistics, and the rows of K and V with ones there; a number of fp32 is three
+of bf16. So no thread loads statistics, holds them in registers or adds them; to load them took a twelfth of the traffic
+of shared memory (docs/tuning.md, "Statistics by the tensor cores").
 
 A row's columns are 16 bytes. A product takes twice as many, so its descriptor shows it the same bytes twice, and they
 hold halves. The keys' columns are the same for all keys, so one matrix of eight rows stands for all.
@@ -100,7 +100,7 @@ class Statistics(NamedTuple):
 
     @classmethod
     def of(cls, sStat: cute.Tensor, keys: cute.Pointer, begin: int, rows: int) -> "Statistics":
-        """Of rows [begin, begin + rows) of sStat (STAT_COLUMNS, M, stages)."""
+        """Make the products of rows [begin, begin + rows) of sStat (STAT_COLUMNS, M, stages)."""
         K_major = warpgroup.OperandMajorMode.K
         mma = hopper.make_trivial_tiled_mma(BFloat16, BFloat16, K_major, K_major, Float32, (1, 1, 1), (64, rows))
         rows_operand = _rows_operand(mma, sStat, begin, rows)
@@ -108,11 +108,11 @@ class Statistics(NamedTuple):
         return cls(mma, lse_keys, dpsum_keys, rows_operand)
 
     def lse(self, stage: Int32) -> tuple[cute.TiledMma, cute.Tensor, cute.Tensor]:
-        """To S^T: an addend of `accumulator.gemm`."""
+        """Add lse to S^T: an addend of `accumulator.gemm`."""
         return self.mma, self.lse_keys, self.rows[None, None, None, stage]
 
     def dpsum(self, stage: Int32) -> tuple[cute.TiledMma, cute.Tensor, cute.Tensor]:
-        """To dP^T."""
+        """Add dpsum to dP^T: an addend of `accumulator.gemm`."""
         return self.mma, self.dpsum_keys, self.rows[None, None, None, stage]
 
 

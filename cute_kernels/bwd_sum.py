@@ -1,4 +1,4 @@
-"""After the backward's main kernel: dK and dV of items that were split along their queries."""
+"""The kernel after the backward's main kernel: dK and dV of items that were split along their queries."""
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -99,13 +99,13 @@ class PartialSum:
                     store_chunks(total, self.dtype, rows_of(out, kv_head, n, key_end), four * 4, out.shape[2])
 
     def columns(self, which: Int32) -> Int32 | int:
-        """Of dK (0) or dV (1)."""
+        """The columns of dK (0) or dV (1)."""
         if self.head_dim_v == self.head_dim:
             return self.head_dim
         return cutlass.select_(which == 0, Int32(self.head_dim), Int32(self.head_dim_v))
 
     def partial(self, cta: Int64, which: Int32) -> Int64:
-        """Where the partial sums of dK (0) or dV (1) of a CTA begin, by the CTA's number among those of all items."""
+        """The offset of the partial sums of dK (0) or dV (1) of a CTA, whose number counts the CTAs of all items."""
         if self.head_dim_v == self.head_dim:
             return (cta * 2 + which) * (self.tile_n * self.head_dim)
         return cta * (self.tile_n * (self.head_dim + self.head_dim_v)) + which * (self.tile_n * self.head_dim)

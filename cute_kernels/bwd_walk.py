@@ -1,6 +1,8 @@
-"""Which query blocks the backward up to head dim 128 walks, and of which blocks it takes a part of the rows only.
+"""Compute which query blocks the backward up to head dim 128 walks, and of which blocks it takes a part of the rows
+only.
 
-Integers of Python or of the DSL, no CuTe: the kernel walks so, and tests/ops/plan/test_backward.py walks plans so.
+It takes integers of Python or of the DSL, without CuTe: the kernel walks so, and tests/ops/plan/test_backward.py walks
+plans so.
 """
 
 from typing import NamedTuple
@@ -19,12 +21,12 @@ def first_block(begin: Integer, end: Integer, key: Integer, key_end: Integer, ti
 
 
 class Walk(NamedTuple):
-    """Of a CTA's query blocks, those with rows that see keys of a warp group.
+    """The query blocks of a CTA with rows that see keys of a warp group.
 
     Attributes:
         begin, end: all of these blocks.
-        whole_begin, whole_end: those of which all rows are needed. Of the block before them the last rows are enough,
-            of the block after them the first rows.
+        whole_begin, whole_end: the blocks of which all rows are needed. The last rows of the block before them are
+            enough, and the first rows of the block after them.
     """
 
     begin: Integer
@@ -34,7 +36,8 @@ class Walk(NamedTuple):
 
     @classmethod
     def of(cls, begin: Integer, end: Integer, first: Integer, last: Integer, tile_m: int) -> "Walk":
-        """Of a CTA's blocks [begin, end), where rows that see keys of the warp group lie from `first` to below `last`.
+        """Choose from a CTA's blocks [begin, end), where rows that see keys of the warp group lie from `first` to below
+        `last`.
 
         Where first >= last there are none.
         """

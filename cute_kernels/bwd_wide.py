@@ -32,11 +32,12 @@ from cute_kernels.ptx import add_to_global, copy_to_peer, load_acquire, store_re
 
 @dataclass(frozen=True)
 class DqOrder:
-    """If deterministic: CTAs add to dQ of a block in the order of their keys. Warps 1 and 2 do the waiting in memory.
+    """The order in which CTAs add to dQ of a block, if deterministic: the order of their keys. Warps 1 and 2 do the
+    waiting in memory.
 
     A ring of two steps: warp 1 grants step `it` after warp 2 has passed step `it` - 2 on; the MMA warps add after the
     grant; warp 2 passes the step on after all of them have added. So each of the three signals is at most two steps
-    ahead of those who wait for it.
+    ahead of the warps that wait for it.
 
     Attributes:
         granted: all predecessors have added to the block of a step (warp 1 to the MMA warps).
@@ -69,7 +70,7 @@ class WidePipelines(BackwardPipelines):
         peer_dS: dS of the other CTA of the cluster is there. The MMA warps wait for step `it` in step `it` + 1; the
             exchange warp arrives for step `it` + 3 after dS of step `it` + 3, which comes after P of that step: by then
             both warp groups are past their wait.
-        dq_order: see there.
+        dq_order: see :class:`DqOrder`.
     """
 
     P: Signal
@@ -285,7 +286,7 @@ class WideBackward(BackwardFrame):
                 self.store_keys(((acc, g.dk, 0),), g.partials, end, row, first_partial)
 
     def of_values(self, x: Operands, acc: cute.Tensor) -> cute.Tensor:
-        """Of registers for dV or dK, those of dV."""
+        """The registers of dV, among the registers for dV or dK."""
         if self.head_dim_v == self.head_dim:
             return acc
         return cute.make_tensor(acc.iterator, cute.make_layout(x.mma_dV.partition_shape_C((64, self.head_dim_v))))
@@ -500,7 +501,7 @@ class WideBackward(BackwardFrame):
         gemm(x.dq.mma, x.dq.acc, x.dq.Kt, x.dq.dS[None, None, None, self.own_dS(it)], True)
 
     def issue_peer_dq(self, p: WidePipelines, x: Operands, it: Int32) -> None:
-        """Issue the same over the other CTA's keys, once their dS is there."""
+        """Issue this warp group's part of dQ^T of step `it` over the other CTA's keys, once their dS is there."""
         p.peer_dS.wait(it)
         gemm(x.dq.mma, x.dq.acc, x.dq.peer_Kt, x.dq.dS[None, None, None, self.peer_dS(it)], False)
 

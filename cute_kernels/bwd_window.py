@@ -21,13 +21,13 @@ NO_LIMIT = 2**31 - 1  # unmasked_end of a block that needs no mask
 
 
 class Windows(Clustered):
-    """Of :class:`cute_kernels.bwd_frame.BackwardFrame`."""
+    """A mixin of :class:`cute_kernels.bwd_frame.BackwardFrame`: walks and masks with a window or chunks."""
 
     tile_m: int
     windowed: bool
 
     def key_rank(self) -> Int32:
-        """Which of a work item's key blocks this CTA has."""
+        """The number of this CTA's key block in its work item."""
         return self.rank()
 
     # ---------------------------------------------------------------- rows of the table
@@ -36,10 +36,10 @@ class Windows(Clustered):
         return TableRow(*[g.blocks[index, f] for f in (fields.M_BLOCK, fields.FLAGS, fields.SHIFT)])
 
     def store_row(self, s: Shared, row: TableRow, following: Int32, own: Int32, stage: Stage) -> Int32:
-        """The producer: a row of the table to a stage that it has acquired; what it arrives with comes after.
+        """Write a row of the table to a stage that the producer has acquired, before the producer arrives.
 
         following: with `flags_ahead` the flags of the next step, else `row`'s.
-        own: steps so far in which this CTA makes dQ. Returns what it is in the next step.
+        own: steps so far in which this CTA makes dQ. Returns `own` of the next step.
         """
         with cute.arch.elect_one():
             for f, x in ((M_BLOCK, row.m_block), (FLAGS, following), (SHIFT, row.shift), (OWN_STEP, own)):

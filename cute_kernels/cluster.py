@@ -1,4 +1,4 @@
-"""What kernels of both directions do as a cluster of CTAs."""
+"""The parts that kernels of both directions share as clusters of CTAs."""
 
 import cutlass
 import cutlass.cute as cute

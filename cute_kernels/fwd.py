@@ -3,12 +3,12 @@
 A warp group walks the blocks that its rows see (fwd_walk.py), in one stretch or two, and skips the others. Softmax does
 not care about order: a tile's blocks that need the mask come first, then the unmasked loop.
 
-The unmasked loop takes no maximum: each row keeps the reference maximum of the blocks up to that with its own key, as
-16-bit and fp32 probabilities exp2(s - reference) beyond 1 are as exact as others. Masked blocks before that key do so
-too. In fp16 a warp moves it where they come near 2^16. Scores that outgrow the reference beyond all that show at the
-tile's end, in the row's sum, in O or in the reference itself. Such tiles are marked for a recompute pass within the
-launch, which takes the maxima of all their blocks: the masked part then goes on to the last block. So every result is
-exact.
+The unmasked loop does not update the row maximum. Each row keeps the reference maximum of the blocks up to the block
+with its own key; masked blocks before that key keep it too. Probabilities exp2(s - reference) above 1 lose no
+precision, neither in 16 bits nor in fp32. In fp16 a warp moves the reference where probabilities come near 2^16. Scores
+that outgrow the reference beyond that show at the tile's end: in the row's sum, in O or in the reference itself. Such
+tiles are marked for a recompute pass within the launch, which takes the maxima of all their blocks: the masked part
+then goes on to the last block. So every result is exact.
 """
 
 import math
@@ -153,7 +153,7 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
         return it
 
     def read_part(self, g: Global, s: Shared, place: Int32, thread: Thread) -> tuple[Part, Walk]:
-        """What the producer stored beside Q: the warp group's part of a tile, and the blocks that it walks."""
+        """Read what the producer stored beside Q: the warp group's part of a tile, and the blocks that it walks."""
         item = s.item[None, place]
         tile, head_group = self.tile(g, item), item[self.num_fields]
         return Part(tile, head_group, thread), self.part_walk(tile, item, thread)
@@ -254,7 +254,7 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
         return it
 
     def softmax(self, acc_S: cute.Tensor, state: State) -> None:
-        """Of a block whose rows keep the reference maximum that they have; rows.scale as of `online_softmax`."""
+        """Run the softmax of a block whose rows keep their reference maximum; rows.scale as in `online_softmax`."""
         rows = state.rows
         if const_expr(self.dtype is cutlass.BFloat16):
             fixed_softmax(acc_S, rows.max, rows.sum, state.scale_log2)
@@ -264,7 +264,7 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
 
     @cute.jit
     def whole_block(self, state: State, continues: Boolean, it: Int32) -> Int32:
-        """As masked_block, where the next block needs no mask and takes no maximum."""
+        """Run `masked_block` where the next block needs no mask and takes no maximum."""
         rows, acc_S = state.rows, self.accumulator_S()
         self.issue_products(acc_S, state, it)
         self.cap(acc_S, state)

@@ -65,7 +65,7 @@ class Arguments(NamedTuple):
     lse: cute.Tensor  # (H, T)
     work: cute.Tensor  # (n, fields)
     schedule: cute.Tensor  # (items, 2)
-    bounds: cute.Tensor | PathBounds  # what the mask reads: (T) segment_begin of rows, or that of a path
+    bounds: cute.Tensor | PathBounds  # what the mask reads: (T) segment_begin of rows, or the bounds of a path
     regions: cute.Tensor | None  # (m, 2), of trees
     features: Features
 
@@ -96,8 +96,8 @@ class QueryPipeline(Pipeline):
 
     O of a part takes the place of its Q until it is stored, so places are the stages of `empty`: parts take them in
     turn, warp group by warp group and tile by tile. A warp group releases a part's place as it begins its next part,
-    and as it begins its first one, that of a part before, which was never there. The stages of `full` are two for each
-    warp group, so that a warp group waits for every phase of its own ones.
+    and as it begins its first one, the place of a part before, which was never there. The stages of `full` are two for
+    each warp group, so that a warp group waits for every phase of its own ones.
 
     Invariant: a place is loaded only after all warps of the warp group have read the Q and the item that were there, by
     the barrier before O is written, and after the copy engine has read that O.
@@ -107,7 +107,7 @@ class QueryPipeline(Pipeline):
 
     @property
     def places(self) -> int:
-        """From `warp_groups` to twice as many."""
+        """The number of places, from `warp_groups` to twice as many."""
         return self.empty.count
 
     def part(self, count: Int32, wg: Int32 | int) -> Int32:
@@ -115,7 +115,7 @@ class QueryPipeline(Pipeline):
         return 2 * self.places + count * self.warp_groups + wg
 
     def place(self, count: Int32, wg: Int32 | int) -> Int32:
-        """Where Q and the item of the count-th tile are."""
+        """The place of Q and the item of the count-th tile."""
         return self.part(count, wg) % self.places
 
     def stage(self, count: Int32, wg: Int32 | int) -> Stage:
@@ -125,8 +125,8 @@ class QueryPipeline(Pipeline):
     def producer_acquire(self, count: Int32, wg: int) -> tuple[Stage, Int32]:
         """Wait until the place for the count-th tile may be written. Returns the stage of `full`, and the place.
 
-        The first parts that are released are those before the first tile, one a warp group. So a place's releases are
-        counted from `warp_groups` parts before the first one on.
+        The first parts that are released are the ones before the first tile, one a warp group. So a place's releases
+        are counted from `warp_groups` parts before the first one on.
         """
         place = self.place(count, wg)
         self.empty.wait(Stage(place, (self.part(count + 1, wg) // self.places + 1) % 2))
@@ -177,7 +177,7 @@ class Part(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What a thread holds of its two query rows."""
+    """The state of a thread's two query rows."""
 
     token: cute.Tensor  # (2) packed row
     max: cute.Tensor  # (2) reference maximum of the online softmax
@@ -186,7 +186,7 @@ class Rows(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a warp group's loop over key blocks works on. Operands are registers (R a thread), or descriptors of shared
+    """The state of a warp group's loop over key blocks. Operands are registers (R a thread), or descriptors of shared
     memory."""
 
     tSrQ: cute.Tensor  # (MMA, 1, D/16), shared memory
@@ -223,7 +223,7 @@ class ForwardFrame(Clustered):
         softmax_scale: fp32, above 0.
         num_sms: int32, multiprocessors of the device: CTAs launched at most.
         stream: taken from the environment (torch's current stream), not passed.
-        *features: those of the kernel's features, in this order:
+        *features: the arguments of the kernel's features, in this order:
             first_key: [T] int32, of a window or chunks: the packed row of the first key that each row sees.
             sinks: [H] fp32, a natural-log logit in the denominator of each head's rows, neither scaled nor capped. lse
                 contains it.
@@ -237,7 +237,7 @@ class ForwardFrame(Clustered):
     Args:
         dtype: cutlass.BFloat16 or cutlass.Float16.
         head_dim: native head dim, a multiple of 32 up to 256.
-        head_dim_v: that of v and out, likewise, if it is another one; not above head_dim.
+        head_dim_v: native head dim of v and out, likewise, if it is another one; not above head_dim.
         packed_heads: query heads of one KV head in a tile, 1 to 16.
         tile_n, warp_groups, stages, cluster: see codegen.tiles.ForwardTile.
         features: see codegen.spec.KernelSpec.
@@ -488,11 +488,11 @@ class ForwardFrame(Clustered):
             self.mma(atoms, g, s, warp_idx - 4)
 
     def load(self, atoms: Atoms, g: Global, s: Shared, warp_idx: Int32) -> None:
-        """What the warps beside the MMA warp groups do."""
+        """Run the warps beside the MMA warp groups."""
         raise NotImplementedError
 
     def mma(self, atoms: Atoms, g: Global, s: Shared, warp_id: Int32) -> None:
-        """What an MMA warp does."""
+        """Run an MMA warp."""
         raise NotImplementedError
 
     # ---------------------------------------------------------------- work items, and the recompute pass
@@ -501,7 +501,7 @@ class ForwardFrame(Clustered):
         return Tile.load(fields, self.tile_n)
 
     def num_items(self, g: Global) -> Int32:
-        """How many items the cluster has."""
+        """The number of items that the cluster has."""
         first, step = first_and_step(self.cluster)
         return (g.schedule.shape[0] - first + step - 1) // step
 
@@ -527,7 +527,7 @@ class ForwardFrame(Clustered):
                 cute.arch.atomic_or(ptr + word, bit, sem="relaxed", scope="cluster")
 
     def recompute_bit(self, n: Int32) -> tuple[Int32, Int32]:
-        """Where the mark of the cluster's n-th item is: (word, bit of it)."""
+        """The place of the mark of the cluster's n-th item: (word, bit of it)."""
         n = n % (32 * RECOMPUTE_WORDS)
         return 1 + n // 32, Int32(1) << n % 32
 
@@ -541,7 +541,7 @@ class ForwardFrame(Clustered):
 
     # ---------------------------------------------------------------- scores
     def scale(self, g: Global) -> Float32:
-        """Of scores in the softmax, which with softcapping are between -1 and 1."""
+        """The scale of scores in the softmax; with softcapping, scores are between -1 and 1."""
         return g.softcap if const_expr(self.has.softcap) else g.scale
 
     def cap_factor(self, g: Global) -> Float32 | None:
@@ -579,7 +579,7 @@ class ForwardFrame(Clustered):
         return thread.wg
 
     def column_part(self, thread: Thread) -> Int32 | int:
-        """Which part of O's columns the thread's warp group makes."""
+        """The number of the part of O's columns that the thread's warp group makes."""
         return 0
 
     def partition(

@@ -1,4 +1,4 @@
-"""What the producer warp of the forward does: Q of a tile with its work item, then K and V block by block."""
+"""The producer warp of the forward: Q of a tile with its work item, then K and V block by block."""
 
 import cutlass
 import cutlass.cute as cute
@@ -12,7 +12,7 @@ from cute_kernels.work import AnyTile, first_and_step
 
 
 class ForwardLoads(ForwardFrame):
-    """Of :class:`cute_kernels.fwd.ForwardKernel`."""
+    """A mixin of :class:`cute_kernels.fwd.ForwardKernel`: the producer warp."""
 
     @cute.jit
     def load(self, atoms: Atoms, g: Global, s: Shared, warp_idx: Int32) -> None:
@@ -114,8 +114,8 @@ class ForwardLoads(ForwardFrame):
 
     @cute.jit
     def walk(self, g: Global, tile: AnyTile, first: Int32, last: Int32) -> Walk:
-        """The blocks of a tile that a warp group walks, whose rows these are; one without rows walks those of the last
-        row."""
+        """The blocks of a tile that a warp group walks, whose rows these are; a warp group without rows walks the
+        blocks of the last row."""
         first = cutlass.min(first, last)
         first_begin, last_begin = tile.own_begin, tile.own_begin
         if tile.straddles:

@@ -21,7 +21,7 @@ class PathForwardKernel(ForwardKernel):
 
         work: [n, 7] int32, the tiles of `dualkv.ops.plan.paths` for this kernel's tile; with a window 3 numbers more a
             warp group of the cluster.
-        schedule: as there.
+        schedule: as of :class:`ForwardFrame`.
         regions: [m, 2] int32, of the same plan (both: abi.PathFields).
         visible_end: [T + tile_n] int32, zeros past T.
 
@@ -33,7 +33,7 @@ class PathForwardKernel(ForwardKernel):
 
     @property
     def walks(self) -> bool:
-        """Without a window, what the rows of a warp group see is not in the tables."""
+        """Whether a warp group walks only its own blocks: without a window, the tables do not say which these are."""
         return self.has.first_key
 
     @property

@@ -40,7 +40,7 @@ class PieceRing(Pipeline):
         return 4 * it
 
     def use_of_V(self, it: Int32) -> Int32:
-        """The same of V, of block -1 or more."""
+        """The first of V's two uses, of block -1 or more."""
         return 4 * it + 6
 
     def K(self, it: Int32, half: int) -> Stage:
@@ -84,7 +84,7 @@ class SplitForwardKernel(ForwardKernel):
         ring = PieceRing.make(barriers, self.stages, producers=1, consumers=readers, cluster=self.cluster)
         return Pipelines(Q, ring, ring)
 
-    # ---------------------------------------------------------------- who has which rows and columns
+    # ---------------------------------------------------------------- rows and columns of warp groups
     def thread(self, warp_id: Int32) -> Thread:
         tid = thread_here() % 128  # of the warp group; read for each tile, as no register is free between them
         return Thread(warp_id, Int32(0), tid // 32 * 16 + tid % 32 // 4)
@@ -299,4 +299,4 @@ class SplitForwardKernel(ForwardKernel):
 
 
 class SplitPathForwardKernel(SplitForwardKernel, PathForwardKernel):
-    """The same over trees and with windows; arguments as of :class:`PathForwardKernel`."""
+    """The forward of head dim 512 over trees and with windows; arguments as of :class:`PathForwardKernel`."""

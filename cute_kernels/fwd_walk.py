@@ -1,6 +1,7 @@
-"""Which of a tile's blocks one of its warp groups walks: those that its rows see.
+"""Compute which of a tile's blocks one of its warp groups walks: the blocks that its rows see.
 
-Integers of Python or of the DSL, no CuTe: the kernel walks so, and tests/ops/plan/test_forward.py walks plans so.
+It takes integers of Python or of the DSL, without CuTe: the kernel walks so, and tests/ops/plan/test_forward.py walks
+plans so.
 """
 
 from typing import NamedTuple, Protocol
@@ -11,7 +12,7 @@ LONG = 8  # blocks: a shorter stretch is not worth an end of its own, after whic
 
 
 class Blocks(Protocol):
-    """What of a tile (work.Tile) its walk depends on."""
+    """The fields of a tile (work.Tile) on which its walk depends."""
 
     own_begin: Integer
     own_blocks: Integer
@@ -38,7 +39,7 @@ class Walk(NamedTuple):
 
 
 def walk(tile: Blocks, first: Integer, last: Integer, first_begin: Integer, last_begin: Integer) -> Walk:
-    """Of the rows [first, last], whose segments begin at first_begin and last_begin."""
+    """Compute the walk of the rows [first, last], whose segments begin at first_begin and last_begin."""
     n, blocks, own_masked = tile.tile_n, tile.own_blocks + tile.context_blocks, tile.own_masked
     own_end = tile.own_begin + tile.own_blocks * n
     context_end = tile.context_begin + tile.context_blocks * n

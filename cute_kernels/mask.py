@@ -48,14 +48,15 @@ class RegionMask(NamedTuple):
 
 
 class PathBounds(NamedTuple):
-    """What a `PathMask` reads."""
+    """The bounds that a `PathMask` reads."""
 
     visible_end: cute.Tensor  # (T + N) past the last query row that sees a key
     first_key: cute.Tensor | None  # (T) packed row of the first key that each row sees, with a window or chunks
-    own: cute.Tensor | None = None  # (2) that of the thread's rows
+    own: cute.Tensor | None = None  # (2) first_key of the thread's rows
 
     def of_rows(self, q_row: cute.Tensor) -> "PathBounds":
-        """Of a thread. In registers before the first block, as a load in a block would hold its softmax up."""
+        """Add the first keys of the thread's rows. They are in registers before the first block, as a load in a block
+        would hold its softmax up."""
         own = cute.make_rmem_tensor(2, Int32)
         for r in range(2):
             own[r] = self.first_key[q_row[r]]

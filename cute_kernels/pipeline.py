@@ -75,7 +75,7 @@ class Mbarriers:
         return self.bars + self.first + index
 
     def wait(self, stage: Stage) -> None:
-        """Wait until the phase has ended, and see what those who arrived have done before."""
+        """Wait until the phase has ended. What arriving threads wrote before is visible then."""
         cute.arch.mbarrier_wait(self[stage.index], stage.phase)
 
     def arrive(self, index: Int32 | int) -> None:
@@ -211,7 +211,8 @@ class WrappingPipeline(Pipeline):
 
 @dataclass(frozen=True)
 class Signal:
-    """Barriers that say that something is done. Nothing comes back: another pipeline or signal holds the producer up.
+    """One-way barriers, which say that something is done. There are no empty barriers: another pipeline or signal keeps
+    the producer from lapping its consumers.
 
     Invariant: use `it` + stages, the next one of the same barrier, is not complete before every warp that waits for use
     `it` has seen it. The place where a signal is declared says why.
@@ -246,6 +247,6 @@ class Signal:
         self.full.wait(self.stage(it))
 
     def wait_previous(self, it: Int32) -> None:
-        """Wait for use `it` - stages, the one before of the same barrier; pass at once if there was none."""
+        """Wait for use `it` - stages, the one before of the same barrier; return at once if there was none."""
         stage = self.stage(it)
         cute.arch.mbarrier_wait(self.full[stage.index], stage.phase ^ 1)

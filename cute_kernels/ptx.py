@@ -52,8 +52,8 @@ def round_pair(
 def unpacked(
     dtype: type[cutlass.Numeric], pair: Int32, high: bool, *, loc: Location = None, ip: Point = None
 ) -> Float32:
-    """One of two 16-bit floats in a register. Where it stands: elsewhere the compiler splits pairs when they are made,
-    and each half takes a register from there on."""
+    """One of two 16-bit floats in a register. It is unpacked where it is used: otherwise the compiler splits pairs when
+    they are made, and each half takes a register from there on."""
     if dtype is cutlass.BFloat16:
         text = "and.b32 $0, $1, 0xFFFF0000;" if high else "shl.b32 $0, $1, 16;"
     else:
@@ -63,13 +63,13 @@ def unpacked(
 
 @dsl_user_op
 def times_here(a: Float32, b: Float32, *, loc: Location = None, ip: Point = None) -> Float32:
-    """a * b, computed where it stands: the compiler would keep it in a register during a loop."""
+    """a * b, computed where it is used: the compiler would keep it in a register during a loop."""
     return _asm("mul.f32 $0, $1, $2;", "=f,f,f", [Float32(a), Float32(b)], loc, ip)
 
 
 @dsl_user_op
 def thread_here(*, loc: Location = None, ip: Point = None) -> Int32:
-    """The thread's number in the CTA, read where it stands."""
+    """The thread's number in the CTA, read where it is used."""
     return _asm("mov.u32 $0, %tid.x;", "=r", [], loc, ip)
 
 
@@ -123,19 +123,19 @@ def store_release(ptr: cute.Pointer, value: Int32, *, loc: Location = None, ip: 
 # ---------------------------------------------------------------- shared memory
 @dsl_user_op
 def load_volatile(ptr: cute.Pointer, *, loc: Location = None, ip: Point = None) -> Int32:
-    """From shared memory that another warp writes to."""
+    """Load from shared memory that another warp writes to."""
     return _asm("ld.volatile.shared.s32 $0, [$1];", "=r,r", [ptr], loc, ip)
 
 
 @dsl_user_op
 def store_volatile(ptr: cute.Pointer, value: Int32, *, loc: Location = None, ip: Point = None) -> None:
-    """To shared memory that another warp reads."""
+    """Store to shared memory that another warp reads."""
     _asm("st.volatile.shared.s32 [$0], $1;", "r,r", [ptr, Int32(value)], loc, ip)
 
 
 @dsl_user_op
 def load_of_cta(ptr: cute.Pointer, cta: int, *, loc: Location = None, ip: Point = None) -> Int32:
-    """From the shared memory of a CTA of the cluster, where `ptr` lies."""
+    """Load from the shared memory of a CTA of the cluster, where `ptr` lies."""
     text = "{\n.reg .b32 a;\nmapa.shared::cluster.u32 a, $1, $2;\nld.volatile.shared::cluster.s32 $0, [a];\n}"
     return _asm(text, "=r,r,r", [ptr, Int32(cta)], loc, ip)
 

@@ -59,7 +59,7 @@ def fixed_softmax(acc_S: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor
 def half_softmax(
     acc_S: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, o_scale: cute.Tensor, scale_log2: Float32
 ) -> None:
-    """As fixed_softmax, but where probabilities come near the limit of fp16, the reference moves and scales them down.
+    """Run fixed_softmax, but where probabilities come near the limit of fp16, the reference moves and scales them down.
 
     O must be multiplied by o_scale. Beyond SUM_LIMIT the reference does not move: fp16 rounds such a probability to
     inf, which stays in O. A factor near 2^-126 would be flushed to 0 instead, and leave zeros that look right.
@@ -113,7 +113,7 @@ def softcap(acc_S: cute.Tensor, factor: Float32) -> None:
 
 
 def capped(score: Float32, factor: Float32) -> Float32:
-    """What `softcap` makes of a score."""
+    """The result of `softcap` for a score."""
     return 1.0 - 2.0 * cute.arch.rcp_approx(cute.math.exp2(score * factor, fastmath=True) + 1.0)
 
 

@@ -87,7 +87,7 @@ class Tile:
         return cutlass.select_(i < self.own_masked, own, cutlass.select_(j < 0, context, whole))
 
     def mask(self, i: Int32) -> RegionMask:
-        """The mask of the i-th block; that of a whole block keeps all of it."""
+        """The mask of the i-th block; the mask of a whole block keeps all of it."""
         own = (i < self.own_masked) | (i >= self.masked + self.context_whole)
         return RegionMask(self.key_row(i), cutlass.select_(own, self.row_end, self.context_end), own & self.straddles)
 
@@ -123,7 +123,7 @@ class PathTile:
         return Boolean(True)
 
     def bounds_of(self, q_row: cute.Tensor, bounds: PathBounds) -> PathBounds:
-        """Those with what a window needs of a thread's rows."""
+        """Add what a window needs of a thread's rows to the bounds."""
         return bounds if bounds.first_key is None else bounds.of_rows(q_row)
 
     @cute.jit
@@ -141,8 +141,8 @@ class PathTile:
 
     @cute.jit
     def mask(self, i: Int32) -> PathMask:
-        """The mask of the i-th block. That of a whole block, wherever it begins, keeps all of it: rows that see so many
-        keys before the tile have their first one before those."""
+        """The mask of the i-th block. The mask of a whole block, wherever it begins, keeps all of it: rows that see so
+        many keys before the tile have their first key before them."""
         row, limit = self.row - self.tile_n, self.row
         if i == 0:
             row, limit = self.key, self.limit

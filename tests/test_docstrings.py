@@ -10,7 +10,6 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("cute_kernels", "codegen", "dualkv", "tools", "tests", "examples", "deploy")
-LATER = ("cute_kernels", "codegen")  # their docstrings enter the digests of kernels
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 # A sentence may put such a word in front of its subject. In a docstring it seldom does: mostly the subject is missing,
 # or stands in another file. So none may be the first word.
@@ -47,10 +46,7 @@ def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
                     yield value
 
 
-@pytest.mark.parametrize(
-    "folder",
-    [pytest.param(name, marks=pytest.mark.xfail(strict=True) if name in LATER else ()) for name in FOLDERS],
-)
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_docstrings_begin_with_a_subject_or_a_verb(folder):
     found = []
     for path in (path for path in FILES if path.is_relative_to(ROOT / folder)):

@@ -60,7 +60,8 @@ def test_only_requested_gradients_count():
 
 
 def test_a_backward_is_two_and_a_half_forwards_where_head_dims_are_equal():
-    """As the counter has it for PyTorch's own attention, which counts pairs that a causal mask hides too."""
+    """The counter has the same ratio for PyTorch's own attention, where it counts pairs that a causal mask hides
+    too."""
     causal = Layout.from_lengths([9], [[]])
     q, k, v = (x.requires_grad_() for x in qkv(causal, D))
     with FlopCounterMode(display=False) as counter:
