@@ -72,8 +72,9 @@ def head(model: nn.Module) -> Head:
     _remember(whole, inner)
     before: Rows | None = None
     if rule.before is not None:
-        _refuse_shards(inner, in_front := whole.get_submodule(rule.before))
-        before = in_front
+        before = in_front = whole.get_submodule(rule.before)
+        if not any(isinstance(part, FSDPModule) for part in in_front.modules()):  # FSDP2 gathers weights at the call
+            _refuse_shards(inner, in_front)
     if (factor := rule.factor.of(whole.config)) != 1.0:
         before = Times(factor)
     after: dict[str, Any] = {"scale": rule.scale.of(whole.config), "before": before}

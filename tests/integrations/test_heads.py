@@ -321,6 +321,7 @@ def test_logits_to_keep_are_the_rows_that_predict(name: str) -> None:
 
 def on_a_rank(rank: int) -> None:
     """Heads whose columns lie on two ranks, by the recipe of docs/fsdp.md; their weights are refused elsewhere."""
+    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -351,6 +352,11 @@ def on_a_rank(rank: int) -> None:
     split = parallelize_module(tiny("modernbert"), mesh, {"lm_head.dense": ColwiseParallel()})
     with pytest.raises(ValueError, match=r"DTensor \(48, 48\).*logits_to_keep"):
         head(split)
+    whole, split = enable(tiny("modernbert")), enable(tiny("modernbert"))
+    fully_shard(split.lm_head, mesh=mesh)  # in front of the head, and called
+    hidden = whole.model(input_ids=batch.input_ids, dualkv=batch.layout).last_hidden_state.detach()
+    want, got = (dualkv.response_logprobs(hidden, head(model), batch)[0] for model in (whole, split))
+    torch.testing.assert_close(got, want)
     dist.destroy_process_group()
 
 
