@@ -23,12 +23,28 @@ SHARED, PRIVATE, FILE = 0o755, 0o700, 0o644  # modes of folders that other users
 _held: set[int] = set()  # descriptors of lock files
 
 
+def of_environment(variable: str) -> Path | None:
+    """The absolute path that an environment variable has, None if it is not set. `~` is a user's home: a shell expands
+    it in some places, a container's settings in none.
+
+    Raises:
+        KernelError: a home that is not known.
+    """
+    given = os.environ.get(variable)
+    if not given:
+        return None
+    found = os.path.expanduser(given)
+    if found.startswith("~"):
+        raise KernelError(f"{variable} is {given!r}, whose home is not known, expected a path without ~")
+    return Path(found).absolute()
+
+
 def cache_dir() -> Path:
     """Folder of the kernel cache and the private toolchain. It may not exist yet."""
-    given = os.environ.get("DUALKV_CACHE_DIR")
+    given = of_environment("DUALKV_CACHE_DIR")
     if given:
-        return Path(given).absolute()
-    caches, home = os.environ.get("XDG_CACHE_HOME"), os.environ.get("HOME")
+        return given
+    caches, home = of_environment("XDG_CACHE_HOME"), os.environ.get("HOME")
     if not caches and not home:
         try:
             home = pwd.getpwuid(os.geteuid()).pw_dir

@@ -173,12 +173,12 @@ def find_in(folder: Path, spec: KernelSpec) -> tuple[Path | None, list[str]]:
 def _find(spec: KernelSpec) -> tuple[Path | None, str, list[str]]:
     """(entry, "kernel_dir", "wheel" or "cache", []) or (None, "", each place with the reason why it has no entry)."""
     why_not = []
-    kernel_dir = os.environ.get("DUALKV_KERNEL_DIR")
+    kernel_dir = folders.of_environment("DUALKV_KERNEL_DIR")
     if kernel_dir:
-        if not Path(kernel_dir).is_dir():
-            raise KernelError(f"DUALKV_KERNEL_DIR is {kernel_dir!r}, expected an existing folder of compiled kernels")
-        folders.check_private(Path(kernel_dir), "DUALKV_KERNEL_DIR", (os.geteuid(), 0))
-        found, reasons = find_in(Path(kernel_dir), spec)
+        if not kernel_dir.is_dir():
+            raise KernelError(f"DUALKV_KERNEL_DIR is '{kernel_dir}', expected an existing folder of compiled kernels")
+        folders.check_private(kernel_dir, "DUALKV_KERNEL_DIR", (os.geteuid(), 0))
+        found, reasons = find_in(kernel_dir, spec)
         if found is not None:
             return found, "kernel_dir", []
         why_not.append(f"DUALKV_KERNEL_DIR={kernel_dir} ({'; '.join(reasons) or 'no entry of it'})")

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 
 import dualkv
-from codegen import precompiled, store
+from codegen import folders, precompiled, store
 from codegen.spec import KernelSpec, backward_specs, forward_spec
 from dualkv.ops import hopper
 
@@ -62,8 +62,8 @@ def run(forward: KernelSpec, backward: bool, on: str = "cuda") -> float:
 
 
 def main() -> None:
-    given = os.environ.get("DUALKV_KERNEL_DIR")
-    source, folder = ("kernel_dir", Path(given)) if given else ("wheel", store.wheel_dir())
+    given = folders.of_environment("DUALKV_KERNEL_DIR")
+    source, folder = ("kernel_dir", given) if given else ("wheel", store.wheel_dir())
     if folder is None or os.environ.get("DUALKV_JIT") != "0":
         sys.exit("expected the wheel dualkv-kernels or DUALKV_KERNEL_DIR, and DUALKV_JIT to be 0")
     if importlib.util.find_spec("cutlass") is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import subprocess
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from codegen import KernelError, compile, packages, precompiled, store, toolchain
+from codegen import KernelError, compile, folders, packages, precompiled, store, toolchain
 from codegen.spec import DTYPES, backward_specs, forward_spec
 from codegen.tiles import HEAD_DIM_PAIRS, MAX_PACKED_HEADS
 from dualkv import __version__
@@ -140,11 +139,11 @@ def _compiler() -> str | None:
 
 def _kernels() -> tuple[list[Ready], str, list[str]]:
     """Kernels that are ready; where they are looked for, and what happens to others; what is wrong with that."""
-    folder = os.environ.get("DUALKV_KERNEL_DIR")
     try:
+        folder = folders.of_environment("DUALKV_KERNEL_DIR")
         cannot = compile.cannot_compile() if store.may_compile() else "DUALKV_JIT=0"
         places = [
-            *([f"DUALKV_KERNEL_DIR={folder} ({_counted(Path(folder))})"] if folder else []),
+            *([f"DUALKV_KERNEL_DIR={folder} ({_counted(folder)})"] if folder else []),
             *([f"the wheel dualkv-kernels {toolchain.version('dualkv-kernels')} ({_counted(wheel)})"]
               if (wheel := store.wheel_dir()) else []),
             f"the cache {store.cache_dir()} ({_counted(store.cache_dir())})",

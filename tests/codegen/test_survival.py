@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from codegen import KernelError, compile, store
+from codegen import KernelError, compile, folders, store
 from codegen.spec import KernelSpec, forward_spec
 from tests.codegen import stand_in
 
@@ -401,3 +401,21 @@ def test_without_home(compiles, monkeypatch, tmp_path):
     store.cache_dir().chmod(0o777)  # as it would be had another user made it first
     with pytest.raises(KernelError, match="can be written by others"):
         store.entry(SPEC)
+
+
+@pytest.mark.parametrize("variable", ["DUALKV_CACHE_DIR", "DUALKV_KERNEL_DIR", "XDG_CACHE_HOME"])
+def test_a_home_in_a_path_is_the_users(variable, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("DUALKV_CACHE_DIR", raising=False)
+    monkeypatch.setenv(variable, "~/here")
+    assert folders.of_environment(variable) == tmp_path / "here"
+    if variable != "DUALKV_KERNEL_DIR":
+        assert folders.cache_dir() in (tmp_path / "here", tmp_path / "here" / "dualkv")
+    else:
+        with pytest.raises(KernelError, match=rf"DUALKV_KERNEL_DIR is '{tmp_path}/here', expected an existing folder"):
+            store.where(SPEC)
+    monkeypatch.setenv(variable, "~nobody-of-this-name/here")
+    with pytest.raises(KernelError, match=f"{variable} is '~nobody-of-this-name/here', whose home is not known"):
+        folders.of_environment(variable)
+    monkeypatch.setenv(variable, "")
+    assert folders.of_environment(variable) is None
