@@ -199,16 +199,24 @@ def _rank(rank: int, folder: str, kind: type[Shard], case: Case, send: Any) -> N
 
 @torch.no_grad()
 def with_lora(model: Any) -> Any:
-    """The model with random adapters at all linear layers but the head and the layers that PEFT cannot wrap: some of
-    Mamba, and Llama 4's routers, which return two tensors."""
-    refused = ["router"]
+    """Put random adapters at all linear layers of the decoders.
+
+    Some are left out since PEFT cannot wrap them: Llama 4's routers, which return two tensors, and some of Mamba.
+    """
+    refused = ("router",)
     if any(name.endswith("conv1d") for name, _ in model.named_modules()):
-        refused += ["out_proj", "conv1d"]
-    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", exclude_modules=refused))
+        refused += ("out_proj", "conv1d")
+    inside = {module for decoder in layers.decoders(model) for module in decoder.modules()}
+    targets = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module in inside and not name.endswith(refused)
+    ]
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=targets))
     draw = torch.Generator().manual_seed(zoo.SEED)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
-            parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.1)  # a third of the weights
+            parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.05)  # a sixth of the weights
     return model
 
 
