@@ -203,7 +203,7 @@ def with_lora(model: Any) -> Any:
 
     Some are left out since PEFT cannot wrap them: Llama 4's routers, which return two tensors, and some of Mamba.
     """
-    refused = ("router",)
+    refused: tuple[str, ...] = ("router",)
     if any(name.endswith("conv1d") for name, _ in model.named_modules()):
         refused += ("out_proj", "conv1d")
     inside = {module for decoder in layers.decoders(model) for module in decoder.modules()}

@@ -20,6 +20,7 @@ from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
 from codegen.packages import require
+from dualkv.integrations.traced import where_traced
 
 # What runs packed, and reasons of what does not.
 EXACT = ""
@@ -260,6 +261,7 @@ def refuse_later(decoder: nn.Module) -> None:
         )
 
 
+@where_traced
 def _others(decoder: nn.Module) -> str | None:
     """Say why other adapters than the remembered ones are refused; None if there are no others, which is noted."""
     seen: Seen = vars(decoder)[SEEN]
@@ -274,10 +276,6 @@ def _others(decoder: nn.Module) -> str | None:
         f"{type(decoder).__name__} has other PEFT adapters than when dualkv was enabled (then {was}; now {has}): enable"
         " the model again"
     )
-
-
-# What torch._dynamo.assume_constant_result sets: a compiled model runs this where it is traced.
-cast(Any, _others)._dynamo_marked_constant = True
 
 
 # ---------------------------------------------------------------- adapters on the small copy of the self-check

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from dualkv.data.trees import PackedSequences
 from dualkv.integrations import adapters, checkpointing, layers, recurrent, rotary
 from dualkv.integrations.draws import Draws, Shape
 from dualkv.integrations.shrink import shrink
+from dualkv.integrations.traced import where_traced
 from dualkv.layout import Layout
 from dualkv.ops import backends
 
@@ -103,7 +104,8 @@ def _ask(decoder: PreTrainedModel, stage: Stage) -> None:
         raise ValueError(verdict)
 
 
-def _verdict_of_call(decoder: PreTrainedModel, stage: Stage) -> str | None:
+@where_traced
+def _verdict_of_call(decoder: nn.Module, stage: Stage) -> str | None:
     """Say in one sentence why a call of this stage is refused; None if it may run, and later calls of the stage then
     skip the check."""
     small, enable, asked = vars(decoder)[ASKED]
@@ -111,10 +113,6 @@ def _verdict_of_call(decoder: PreTrainedModel, stage: Stage) -> str | None:
     if verdict is None:
         vars(decoder)[ASKED] = small, enable, (*asked, stage)
     return verdict
-
-
-# What torch._dynamo.assume_constant_result sets: a compiled model runs the check where it is traced.
-cast(Any, _verdict_of_call)._dynamo_marked_constant = True
 
 
 def _class(decoder: PreTrainedModel) -> type[Any]:
