@@ -24,10 +24,8 @@ from tools.bench import (
     cold_start,
     features,
     host_time,
-    megatron_costs,
     trace_rows,
     tune_rows,
-    verl_rows,
 )
 from tools.bench.record import commit_of, runs_of
 from tools.ncu import show as ncu
@@ -125,7 +123,11 @@ def _steps() -> dict[str, list[str]]:
     what = "forward and backward of a group with four images, 8 layers of Qwen3-VL-8B and its vision tower, H200"
     tokens = run["sizes"]["images"] * run["sizes"]["side"] ** 2 + run["sizes"]["text"]
     rows["images"] = measured(what, "PyTorch's SDPA", run["sizes"] | {"prompt_len": tokens}, ways, "median")
-    whole_grpo = [r for r in _verl("4gpu") if (r["settings"]["layers"], r["settings"]["algorithm"]) == (None, "grpo")]
+    whole_grpo = [
+        r
+        for r in _load("verl-h200-4gpu")["rows"]
+        if (r["settings"]["layers"], r["settings"]["algorithm"]) == (None, "grpo")
+    ]
     ways = [
         min((r for r in whole_grpo if r["settings"]["engine"] == engine), key=lambda r: float(r["seconds"]["median"]))
         for engine in ("verl", "dualkv")
@@ -419,10 +421,6 @@ def trust() -> str:
     return trust_rows.table(fuzzed, *others)
 
 
-def _verl(*names: str) -> list[verl_rows.Row]:
-    return [row for name in names for row in _load(f"verl-h200-{name}")["rows"]]
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "trust": trust,
     "matrix": lambda: matrix_rows.table(_load("matrix")),
@@ -442,7 +440,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "trace-verl": lambda: trace_rows.verl(_load),
     "trace-trl": lambda: trace_rows.trl(_load),
     "hybrid": hybrid,
-    "context-parallel": megatron_costs.table,
     "compared": compared,
     "peers": peers,
     "other-gpus": other_gpus,
@@ -450,10 +447,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "tuned": tuned,
     "sanitizers": sanitizers,
     "host": lambda: host_time.markdown(_load("host-h200")),
-    "verl-updates": lambda: verl_rows.updates(_verl("4gpu", "4gpu-2", "4gpu-moe", "moe")),
-    "verl-updates-before": lambda: verl_rows.updates(_verl("4gpu-before")),
-    "verl-megatron": lambda: verl_rows.megatron(*map(_load, ("verl-megatron-h200", "verl-megatron-h200-2gpu"))),
-    "verl-scaling": lambda: verl_rows.scaling(_verl("1gpu", "4gpu-2")),
     "cold-start": lambda: cold_start.markdown(_load("cold-start-h200")),
 }
 

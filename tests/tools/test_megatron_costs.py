@@ -9,8 +9,6 @@ import dualkv
 from tools.bench.megatron_costs import (
     Group,
     Model,
-    bytes_of_gathering,
-    bytes_of_rank,
     flops,
     flops_of_rank,
     predicted_by,
@@ -49,11 +47,3 @@ def test_flops_of_a_group() -> None:
     expected = 6 * (weights * 20 + 16 * 32 * 12) + 12 * pairs * 2 * 4 * 8
     assert flops(MODEL, GROUPS[0], True) == expected
     assert saving(MODEL, Group(32, 8192, 2048)) > 2
-
-
-def test_bytes_that_ranks_send() -> None:
-    """q, k, v and out of one layer, in two bytes, three times; with 4 ranks each KV head goes to two of them."""
-    rows, others = 20 / 4, 3 / 4
-    assert bytes_of_rank(MODEL, GROUPS[0], 4) == 3 * 2 * 2 * rows * (4 + 4 + 4 + 4) * 8 * others
-    # The last rank has rows 5 to 7 of the prompt, which three ranks need, and two of a response, which one needs.
-    assert bytes_of_gathering(MODEL, GROUPS[0], 4) == 3 * 2 * 2 * (3 * 3 + 2) * (2 + 2) * 8

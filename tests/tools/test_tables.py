@@ -12,7 +12,7 @@ from dualkv.bench import command
 from dualkv.bench.run import SCHEMA
 from dualkv.bench.workloads import parse
 from tools import filed, tables
-from tools.bench import attention, verl_rows
+from tools.bench import attention
 from tools.bench.record import NO_MEMORY, runs_of
 
 
@@ -180,19 +180,4 @@ def test_what_was_tried_says_what_failed(tmp_path, monkeypatch):
         "| compute-sanitizer: memcheck, racecheck | 45 on H200 | 3 | Invalid read; memcheck not finished: killed"
         " | 2026-01-02, commit aaaaaaa |",
         "| steps of long runs | 1,500 on H200 | 1 | resident grew | 2026-01-02, commit aaaaaaa |",
-    ]
-
-
-def test_rows_of_verl_on_megatron() -> None:
-    sizes = {"tensor_parallel": 2, "context_parallel": 1, "pipeline_parallel": 2, "micro_batch": None, "groups": 2}
-    packed = {"settings": {"engine": "dualkv", **sizes}, "ranks": 4, "seconds": {"each": [1.5, 1.25]}}
-    packed |= {"peak_gib": [3.0, 4.0], "metrics": {"grad_norm": 2.0}}
-    failed = {"settings": {"engine": "verl", **sizes, "micro_batch": 8}, "ranks": 4, "error": "OutOfMemoryError: no"}
-    about = {"date": "2026-11-28T09:00:00+00:00", "commit": "0123456789"}
-    table = verl_rows.megatron(about | {"rows": [packed]}, about | {"rows": [failed]}).splitlines()
-    assert table[2:] == [
-        "| packed, whole groups | 4 (TP 2, PP 2) | 2 | 1.50, 1.25 | 4 | 2.000 |",
-        "| veRL, 8 responses | 4 (TP 2, PP 2) | 2 | OutOfMemoryError |  |  |",
-        "",
-        "Recorded 2026-11-28 at commit 0123456.",
     ]

@@ -3,15 +3,9 @@ context parallelism divides them among ranks."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-from dualkv import Layout
-from dualkv.bench.show import markdown_table
-from dualkv.context_plan import shares, stages
-from dualkv.sequence_parallel import padded
 
 
 @dataclass(frozen=True)
@@ -115,54 +109,3 @@ def flops_of_rank(model: Model, group: Group, ranks: int, rank: int) -> float:
     the layers, of the heads in attention, and the head for the tokens that its rows predict."""
     layers = flops(model, group, True) - 6.0 * model.weights_of_head * group.tokens
     return layers / ranks + 6.0 * model.weights_of_head * predicted_by(group, ranks, rank)
-
-
-def bytes_of_rank(model: Model, group: Group, ranks: int) -> float:
-    """Count the bytes that a rank sends and gets in an update in 16 bits, with layers recomputed: exchanges of heads of
-    two forwards and a backward."""
-    repeats = ranks // math.gcd(model.kv_heads, ranks)
-    heads = 2.0 * (model.heads + model.kv_heads * repeats)
-    rows = group.rows(True) / ranks
-    return BYTES * 3 * model.layers * rows * heads * model.head_dim * (ranks - 1) / ranks
-
-
-def bytes_of_gathering(model: Model, group: Group, ranks: int) -> float:
-    """Count the bytes like :func:`bytes_of_rank` where ranks gather keys and values, for the rank that sends or gets
-    most."""
-    lens = [group.prompt_len] * group.groups, [[group.response_len] * group.responses] * group.groups
-    layout = padded(Layout.from_lengths(*lens), -group.rows(True) % ranks)
-    of_ranks = shares(layout._segments, ranks)
-    most = 0
-    for rank in range(ranks):
-        plan = stages(layout, of_ranks, rank)
-        sent, received = (sum(map(sum, x)) for x in zip(*((s.sent_to, s.received_from) for s in plan), strict=True))
-        most = max(most, sent, received)
-    return BYTES * 3 * model.layers * most * 2.0 * model.kv_heads * model.head_dim
-
-
-MILLION = Group(16, 896 * 1024, 8 * 1024)  # 2^20 rows
-QWEN3_32B = Model(layers=64, hidden=5120, intermediate=25600, heads=64, kv_heads=8, head_dim=128, vocabulary=151936)
-RATE, LINK = 500e12, 50e9  # FLOPs of a GPU and bytes between GPUs of different hosts, in a second: assumed
-
-
-def table() -> str:
-    """Tabulate the costs of 2^20 packed rows on 8 to 64 GPUs."""
-    rows = []
-    for ranks in (8, 16, 32, 64):
-        of_ranks = [flops_of_rank(QWEN3_32B, MILLION, ranks, rank) * 4 / 3 for rank in range(ranks)]
-        sent, gathered = (of(QWEN3_32B, MILLION, ranks) for of in (bytes_of_rank, bytes_of_gathering))
-        kept = QWEN3_32B.layers * QWEN3_32B.hidden * 2 * MILLION.rows(True) / ranks
-        rows.append(
-            [
-                str(ranks),
-                f"{MILLION.rows(True) // ranks:,}",
-                f"{min(of_ranks) / 1e15:.1f} to {max(of_ranks) / 1e15:.1f}",
-                f"{max(of_ranks) / (sum(of_ranks) / ranks):.3f}",
-                f"{kept / 2**30:.1f}",
-                f"{sent / 1e9:.0f}",
-                f"{gathered / 1e9:.0f}",
-                f"{max(of_ranks) / RATE:.0f} + {sent / LINK:.0f}",
-            ]
-        )
-    head = ["GPUs", "rows", "PFLOPs", "most over mean", "GiB kept for recomputation", "GB sent", "GB if gathered"]
-    return markdown_table([*head, "s of computing + sending"], rows)
