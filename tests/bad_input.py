@@ -187,6 +187,7 @@ BAD = [
     _attention(TypeError, "window|True|integer", window=True),
     _attention(TypeError, "window|torch.int64|meta|integer", window=torch.tensor(5, device="meta")),
     _attention(ValueError, "softcap|2^-20|2^10", softcap=10**400),
+    _attention(ValueError, "softcap|0.1|torch.float16|2^-3|torch.bfloat16", *[GOOD.half()] * 3, softcap=0.1),
     *(_attention(TypeError, f"deterministic|{x!r}|True|False", deterministic=x) for x in (None, 1, "yes")),
     _attention(TypeError, "window|torch.bool|()|integer", window=torch.tensor(True)),
     _attention(TypeError, "window|torch.float32|()|integer", window=torch.tensor(5.0)),
