@@ -14,7 +14,7 @@ which are kept for each call of a layer. Its backward adds to their gradients. A
 parts below it are done, from its loss and these gradients. So what is held at a time is a path's trunks and one part.
 The sums are those of the whole tree, in another order: gradients of kept keys and values are added in fp32. For
 recurrent layers, the states and the last inputs of convolutions are kept, wherever parts below leave the path
-(:mod:`dualkv.integrations.recurrent.walked`).
+(:mod:`dualkv.integrations.transformers.recurrent.walked`).
 """
 
 from __future__ import annotations

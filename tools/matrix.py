@@ -32,9 +32,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 import dualkv
 from dualkv import PackedSequences
 from dualkv.context_parallel import ContextShard
-from dualkv.integrations import layers, selfcheck
 from dualkv.integrations import transformers as integration
-from dualkv.integrations.transformers import enable, recompute_layers
+from dualkv.integrations.transformers import enable, layers, recompute_layers, selfcheck
 from dualkv.sequence_parallel import Shard
 from tools import filed, zoo
 from tools.bench.record import OptionalJsonPath, Record

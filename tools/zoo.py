@@ -33,14 +33,13 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from dualkv import Layout
-from dualkv.integrations import layers, models, selfcheck
-from dualkv.integrations.shrink import Sizes, shrink
-from dualkv.integrations.transformers import enable
+from dualkv.integrations.transformers import enable, layers, selfcheck, support
+from dualkv.integrations.transformers.shrink import Sizes, shrink
 from tools import filed
 from tools.bench.record import OptionalJsonPath, Record
 
 EXACT, REFUSED, WRONG, NOT_BUILT = OUTCOMES = "exact", "refused", "wrong", "not built"
-MAPPINGS = {name: getattr(transformers, name)._model_mapping for name in models.AUTO_CLASSES[:2]}
+MAPPINGS = {name: getattr(transformers, name)._model_mapping for name in support.AUTO_CLASSES[:2]}
 SIZES = Sizes(layers=6, width=96, vocabulary=80, experts=6, positions=96, threshold=5, selected=32)
 LAYOUTS = (
     Layout.from_lengths([11, 1, 4], [[6, 0, 9], [13, 2], [3]]),
@@ -109,7 +108,7 @@ def _examine_model(auto: str, config: PreTrainedConfig) -> Result:
         return result | {"outcome": WRONG, "reason": f"enable raises {type(error).__name__}: {error}"}
     if refused is not None:
         return result | {"outcome": REFUSED, "reason": refused}
-    if any(models.features(module) for module in layers.attention_modules(whole)):
+    if any(support.features(module) for module in layers.attention_modules(whole)):
         result["features"] = True
     return result
 

@@ -221,9 +221,9 @@ def doctor(
 
 
 def _doctor_model(model: str, console: Console, json_to: str | None) -> None:
-    from dualkv.integrations import models  # transformers takes seconds
+    from dualkv.integrations.transformers import support  # transformers takes seconds
 
-    found = models.examine(model)
+    found = support.examine(model)
     says = "runs packed" if found.runs else "does not run packed"
     sentences = [f"{model} ({found.architecture}) {says}", *found.layers, *found.refusals, *found.notes]
     for i, sentence in enumerate(sentences):

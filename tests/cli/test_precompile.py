@@ -162,10 +162,10 @@ SAMPLE = (
 def calls(monkeypatch, kind):
     """The configuration of a small model of the type, and the kernels' shapes that its packed calls ask for."""
     zoo = pytest.importorskip("tools.zoo", reason="without transformers")
-    from dualkv.integrations import transformers as integration
+    from dualkv.integrations.transformers import enabling
 
     found, config = set(), zoo.configuration(kind)
-    real = integration.attention
+    real = enabling.attention
 
     def noted(q, k, v, layout, **settings):
         given = settings | {"window": settings.get("window") or settings.get("chunk")}
@@ -174,7 +174,7 @@ def calls(monkeypatch, kind):
         found.add(precompile.Shape(q.shape[2], q.shape[1] // k.shape[1], own, of_values))
         return real(q, k, v, layout, **settings)
 
-    monkeypatch.setattr(integration, "attention", noted)
+    monkeypatch.setattr(enabling, "attention", noted)
     auto = next(auto for auto, mapping in zoo.MAPPINGS.items() if type(config) in mapping)
     with torch.device("meta"):
         whole = getattr(zoo.transformers, auto).from_config(config, attn_implementation="eager")

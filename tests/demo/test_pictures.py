@@ -16,8 +16,8 @@ from dualkv.demo.pictures import draw, patches
 from dualkv.demo.run import run_demo
 from dualkv.demo.settings import DemoSettings
 from dualkv.models import load_model
-from tests.integrations.test_media import make
 from tests.integrations.tiny import SIZES
+from tests.integrations.transformers.test_media import make
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = {"model": "qwen3-vl-tiny", "prompt_len": 20, "responses": 3, "response_len": 6, "steps": 2, "device": "cpu"}

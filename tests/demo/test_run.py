@@ -19,7 +19,7 @@ from dualkv.demo.sampling import _cache_bytes, sample_responses
 from dualkv.demo.settings import DemoSettings
 from dualkv.demo.update import WAYS, PolicyTrainer, longest_sequence, replicated_tokens_of_one_group
 from dualkv.grpo import ALGORITHMS
-from dualkv.integrations import heads
+from dualkv.integrations.transformers import heads
 from dualkv.layout import Layout
 from dualkv.models import load_model
 

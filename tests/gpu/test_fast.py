@@ -14,8 +14,7 @@ import dualkv
 
 tf = pytest.importorskip("transformers")
 
-from dualkv.integrations import checkpointing, kept  # noqa: E402
-from dualkv.integrations.transformers import enable, memory_for_logits, recompute_layers  # noqa: E402
+from dualkv.integrations.transformers import checkpointing, enable, kept, memory_for_logits, recompute_layers  # noqa: E402
 
 pytestmark = pytest.mark.any_gpu
 LAYOUT = dualkv.Layout.from_lengths([2048], [[512] * 12])

@@ -18,11 +18,11 @@ from codegen.spec import backward_specs, forward_spec
 pytest.importorskip("transformers")
 
 from dualkv.integrations import flash_linear_attention as fla
-from dualkv.integrations.recurrent import on_reference, ops, waves
 from dualkv.integrations.transformers import disable, enable, recompute_layers
-from tests.integrations.test_recurrent import FAMILIES as KNOWN
-from tests.integrations.test_recurrent import FOREST, make
+from dualkv.integrations.transformers.recurrent import on_reference, ops, waves
 from tests.integrations.tiny import Losses, gradients, token_ids
+from tests.integrations.transformers.test_recurrent import FAMILIES as KNOWN
+from tests.integrations.transformers.test_recurrent import FOREST, make
 
 pytestmark = [
     pytest.mark.skipif(fla.lacking() is not None, reason=f"needs {fla.lacking()}"),

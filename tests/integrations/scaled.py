@@ -13,8 +13,8 @@ import transformers as tf
 from torch import nn
 
 import dualkv
-from dualkv.integrations import layers, rotary, selfcheck
-from dualkv.integrations.shrink import shrink
+from dualkv.integrations.transformers import layers, rotary, selfcheck
+from dualkv.integrations.transformers.shrink import shrink
 from tools import zoo
 
 THRESHOLD = 8  # tokens

@@ -20,8 +20,8 @@ from torch import nn
 import dualkv
 from dualkv import canary
 from dualkv.integrations.transformers import enable
-from tests.integrations.test_recurrent import make as make_recurrent
 from tests.integrations.tiny import ARCHITECTURES, FEATURED, VOCAB, make_featured, make_model
+from tests.integrations.transformers.test_recurrent import make as make_recurrent
 from tests.ranks import on_ranks
 
 DTYPES = (torch.float32, torch.bfloat16)

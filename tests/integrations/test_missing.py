@@ -53,7 +53,7 @@ def test_the_sentence_names_the_extra(name: str, line: str, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("module", "name", "version"),
     [
-        *((module, "transformers", "4.57.3") for module in ("transformers", "experts", "models")),
+        *((module, "transformers", "4.57.3") for module in ("transformers", "transformers.experts", "experts")),
         ("trl", "trl", "1.15.0"),
         ("verl", "verl", "0.9.0"),
         ("megatron", "megatron-core", "0.15.4"),
@@ -64,10 +64,12 @@ def test_an_older_version_is_refused_before_it_is_imported(
     module: str, name: str, version: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     lacking = stand_in(name, version, tmp_path, monkeypatch)
-    forget(module, monkeypatch)
+    for folder in ("experts", *integrations.__all__):
+        forget(folder, monkeypatch)
     with pytest.raises(ImportError) as caught:
         importlib.import_module(f"dualkv.integrations.{module}")
-    assert str(caught.value) == f"dualkv.integrations.{module} needs {lacking}"
+    folder = next(one for one in OF_MODULE if OF_MODULE[one] == name)
+    assert str(caught.value) == f"dualkv.integrations.{folder} needs {lacking}"
     assert not isinstance(caught.value, ModuleNotFoundError)
 
 
@@ -104,8 +106,8 @@ def test_older_kernels_do_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     """Liger's kernels and those of flash-linear-attention are left out on a GPU; the latter with a warning."""
     pytest.importorskip("transformers")
     from dualkv.integrations import flash_linear_attention as fla
-    from dualkv.integrations import fused
-    from dualkv.integrations.recurrent import kernels
+    from dualkv.integrations.transformers import fused
+    from dualkv.integrations.transformers.recurrent import kernels
 
     stand_in("liger-kernel", "0.5.0", tmp_path / "liger", monkeypatch)
     decoder: Any = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device("cuda"))]))

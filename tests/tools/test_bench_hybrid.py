@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from dualkv.integrations.recurrent import seams
+from dualkv.integrations.transformers.recurrent import seams
 from tools.bench import hybrid, train_hybrid
 from tools.bench.hybrid import Groups
 from tools.bench.step import Sizes

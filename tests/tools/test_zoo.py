@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 transformers = pytest.importorskip("transformers")
 
-from dualkv.integrations import selfcheck  # noqa: E402
+from dualkv.integrations.transformers import selfcheck  # noqa: E402
 from tools import filed, tables, zoo  # noqa: E402
 
 SAMPLE = {

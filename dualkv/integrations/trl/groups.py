@@ -21,9 +21,9 @@ from dualkv.canary import packed_vs_separate
 from dualkv.data.media import OF_TOKENS, grouped
 from dualkv.data.packing import PackedBatch
 from dualkv.data.trees import PackedSequences
-from dualkv.integrations import losses, media
-from dualkv.integrations.transformers import suspended
-from dualkv.integrations.trl.models import (
+from dualkv.integrations import losses
+from dualkv.integrations.transformers import media, suspended
+from dualkv.integrations.trl.common import (
     Batch,
     at_tokens,
     call,
@@ -68,7 +68,7 @@ class PackedGroups(Base):
     an optimizer step takes whole groups, where TRL's takes rollouts of any group.
 
     Images in the prompt are kept once for each group too, in models whose images run packed
-    (:data:`dualkv.integrations.media.FAMILIES`). Micro-batches with images share prompts alone.
+    (:data:`dualkv.integrations.transformers.media.FAMILIES`). Micro-batches with images share prompts alone.
 
     With `canary`, log-probs of two rollouts are computed alone every so many optimizer steps
     (:func:`dualkv.packed_vs_separate`), in the first micro-batch of the step; a difference that rounding does not

@@ -8,7 +8,7 @@ import torch
 from trl.experimental.online_dpo import OnlineDPOTrainer as Padded
 
 from dualkv.data.packing import pack_padded
-from dualkv.integrations.trl.models import enable_all, refuse_memory, refuse_model, refuse_trainer
+from dualkv.integrations.trl.common import enable_all, refuse_memory, refuse_model, refuse_trainer
 
 
 class OnlineDPOTrainer(Padded):

@@ -21,8 +21,8 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from dualkv.data.packing import IGNORED
 from dualkv.data.trees import pack_sequences
-from dualkv.integrations import models
-from dualkv.integrations.trl.models import (
+from dualkv.integrations.transformers import support
+from dualkv.integrations.trl.common import (
     MIN_SHARED,
     Batch,
     at_tokens,
@@ -189,7 +189,7 @@ def pack_score(model: Any, trainer: Any, fast: bool = False, memory: float | Non
             " sequences are scored by: use TRL's own trainer"
         )
     decoder = getattr(model, model.base_model_prefix)
-    models.refuse(decoder)
+    support.refuse(decoder)
     enable_policy(decoder, fast, memory)
     padded = model.forward
 

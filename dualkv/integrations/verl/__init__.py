@@ -30,7 +30,7 @@ except Exception as error:
 
 try:
     require("megatron-core", f"{__name__}.megatron")
-    import dualkv.integrations.verl.megatron
+    import dualkv.integrations.verl.megatron_engine
 except ImportError as error:  # without megatron-core, or as veRL's own engine for it; `OtherEngine` raises it
     register_other("megatron", error)
 

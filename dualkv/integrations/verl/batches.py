@@ -19,7 +19,7 @@ from verl.utils.flops_counter import FlopsCounter, get_device_flops
 from verl.workers.config import ActorConfig, CriticConfig
 
 from dualkv.integrations import losses
-from dualkv.integrations.masks import by_config
+from dualkv.integrations.transformers.masks import by_config
 from dualkv.integrations.verl import data as verl_data
 from dualkv.integrations.verl import work
 from dualkv.integrations.verl.data import PackedRollouts, Rollouts

@@ -29,8 +29,9 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import postprocess_batch_func
 
 from dualkv.canary import Compared
-from dualkv.integrations import adapters, fused, heads, layers, media, models, recurrent, transformers
-from dualkv.integrations.media import Placed
+from dualkv.integrations import transformers
+from dualkv.integrations.transformers import adapters, fused, heads, layers, media, recurrent, support
+from dualkv.integrations.transformers.media import Placed
 from dualkv.integrations.verl import canary
 from dualkv.integrations.verl import data as verl_data
 from dualkv.integrations.verl.batches import MODEL_TYPE, TREES, HeadRows, PacksBatches, packed_parts, temperatures
@@ -335,12 +336,12 @@ def _checked(config: Any) -> bool:
     classes.
     """
     try:
-        model = models.without_weights(config)
+        model = support.without_weights(config)
     except Exception:
         # The code may come with the weights, or not run on the meta device; `enable` checks the model that veRL builds.
         return False
     restore_attention()
-    models.refuse(model, trains=True)
+    support.refuse(model, trains=True)
     return True
 
 
@@ -380,7 +381,7 @@ def _refuse_fused_head(model_config: Any) -> None:
     if not model_config.use_fused_kernels:
         return
     try:
-        model = models.without_weights(model_config.hf_config)
+        model = support.without_weights(model_config.hf_config)
     except Exception:
         return  # as in `_checked`: the code may come with the weights
     _refuse_beside(model)
@@ -399,7 +400,7 @@ def _refuse_ulysses(model_config: Any, ranks: int) -> None:
     if ranks == 1:
         return
     try:
-        found = recurrent.mixers(models.without_weights(model_config.hf_config))
+        found = recurrent.mixers(support.without_weights(model_config.hf_config))
     except Exception:
         return  # as in `_checked`; the first call with a layout refuses such a model
     if found:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dualkv.arrays import IntArray
-from dualkv.integrations.masks import Visible, by_config
+from dualkv.integrations.transformers.masks import Visible, by_config
 from dualkv.integrations.verl.data import Rollouts
 
 # veRL balances ranks by this many units for a token and one for a squared length, calibrated for a 7B model.

@@ -13,8 +13,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from dualkv.integrations import megatron_configs as configs
-from dualkv.integrations.megatron import enable
+from dualkv.integrations.megatron import configs, enable
 from tests.integrations.megatron import cpu
 from tests.integrations.megatron.updates import (
     EXPERTS,

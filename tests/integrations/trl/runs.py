@@ -23,8 +23,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from trl.experimental import gmpo
 
 from dualkv.integrations.trl import GRPOTrainer, PackedGroups, RLOOTrainer
-from tests.integrations.test_media import ROPE, WINDOWS
 from tests.integrations.tiny import SIZES, VOCAB, make_model
+from tests.integrations.transformers.test_media import ROPE, WINDOWS
 
 # Ragged prompts, one of a single token; each batch of a run takes three of them.
 PROMPTS = [" ".join(f"t{3 + (11 * i + 5 * j) % 90}" for j in range(n)) for i, n in enumerate((9, 1, 23, 14, 5, 17))]

@@ -16,11 +16,11 @@ from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig, TaskType
 from trl.experimental import online_dpo as padded_online_dpo
 
-from dualkv.integrations import checkpointing, layers
+from dualkv.integrations.transformers import checkpointing, layers
 from dualkv.integrations.trl import DPOTrainer, RewardTrainer
 from dualkv.integrations.trl.online_dpo import OnlineDPOTrainer
-from tests.integrations.test_fast import Memory
 from tests.integrations.tiny import SIZES, VOCAB, assert_close, make_model
+from tests.integrations.transformers.test_fast import Memory
 from tests.integrations.trl.runs import PROMPTS, SETTINGS, reward, tokenizer
 from tests.integrations.trl.test_trainer import OF_THE_CLOCK
 

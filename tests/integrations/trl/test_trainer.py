@@ -15,13 +15,13 @@ import trl
 from peft import LoraConfig, TaskType
 from trl.experimental import gmpo
 
-from dualkv.integrations import checkpointing, fused, losses
-from dualkv.integrations.transformers import enable, recompute_layers
-from dualkv.integrations.trl import GRPOTrainer, RLOOTrainer, models
+from dualkv.integrations import losses
+from dualkv.integrations.transformers import checkpointing, enable, fused, recompute_layers
+from dualkv.integrations.trl import GRPOTrainer, RLOOTrainer, common
 from dualkv.integrations.trl.groups import _regrouped
-from tests.integrations.test_fast import Memory
-from tests.integrations.test_recurrent import make as make_recurrent
 from tests.integrations.tiny import VOCAB, assert_close, make_featured, make_model
+from tests.integrations.transformers.test_fast import Memory
+from tests.integrations.transformers.test_recurrent import make as make_recurrent
 from tests.integrations.trl.runs import (
     SETTINGS,
     GMPOTrainer,
@@ -223,12 +223,12 @@ def depths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record the depths of the trees that are packed."""
     found = []
 
-    def keep(*args: Any, own: Callable[..., Any] = models.pack_tree, **kwargs: Any) -> Any:
+    def keep(*args: Any, own: Callable[..., Any] = common.pack_tree, **kwargs: Any) -> Any:
         batch = own(*args, **kwargs)
         found.append(batch.layout.depth)
         return batch
 
-    monkeypatch.setattr(models, "pack_tree", keep)
+    monkeypatch.setattr(common, "pack_tree", keep)
     return found
 
 

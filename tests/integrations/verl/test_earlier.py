@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.integrations import test_recurrent as newer
-from tests.integrations.test_recurrent import (
+from tests.integrations.transformers import test_recurrent as newer
+from tests.integrations.transformers.test_recurrent import (
     test_a_wrong_state_would_be_seen,
     test_calls_without_a_layout_do_not_change,
     test_copies_and_pickles_run_packed,

@@ -23,7 +23,7 @@ from verl.trainer.ppo.v1 import PPOTrainerSync, get_trainer_cls
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 
 from dualkv.integrations import losses
-from dualkv.integrations.masks import Visible, by_config
+from dualkv.integrations.transformers.masks import Visible, by_config
 from dualkv.integrations.verl.balance import balance, rank_works, rollouts_by_tag
 from dualkv.integrations.verl.critic import DualKVCritic
 from dualkv.integrations.verl.data import Rollouts

@@ -1,0 +1,439 @@
+"""Enable models of megatron-core.
+
+`enable` takes a layer spec, before a model is built from it, or a built `GPTModel`. It puts subclasses in place of
+megatron-core's classes: of `SelfAttention` and `MLASelfAttention`, which gather the rotary frequencies by the layout's
+positions, of the core attention (`DotProductAttention` of the local spec, `TEDotProductAttention` of Transformer
+Engine's), which runs :func:`dualkv.attention`, and of experts' `TopKRouter`, which counts rollouts. None has parameters
+or state of its own, so checkpoints do not change. Calls without :class:`PackedGroups` run megatron-core's code.
+
+The format of :class:`PackedGroups` is called "dualkv". An attention module of megatron-core that gets it raises an
+error: its own packed format ("thd") would run all groups as one sequence.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any, TypeVar
+
+import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import Router
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import nn
+
+from dualkv.integrations.megatron.configs import counted, refuse, refuse_count, window_of
+from dualkv.integrations.megatron.routers import ROUTERS, RUNNING
+from dualkv.integrations.megatron.rows import ONE_RANK, PackedGroups
+from dualkv.sequence_parallel import Shard
+
+Target = TypeVar("Target")
+CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+ROTARY = ("rope", "yarn")
+
+
+# ---------------------------------------------------------------- the modules
+class _Checked(nn.Module):
+    """Checks of a config and of a call that both kinds of self-attention share."""
+
+    layer_number: int
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        refuse(config)
+        super().__init__(config, *args, **kwargs)
+        self.config = config
+
+    def _enter(self, hidden_states: torch.Tensor, given: Any, others: dict[str, Any]) -> PackedGroups | None:
+        """Return the argument of a call if it is checked PackedGroups, else None; this layer's router is told of
+        them."""
+        RUNNING.layer, RUNNING.packed = self.layer_number, None
+        if not isinstance(given, PackedGroups):
+            return None
+        self._check(hidden_states, given, others)
+        counts = given.count == "rollouts" and (self.training or torch.is_grad_enabled())
+        if counts and counted(self.config):
+            refuse_count(self.config)
+            given._rollouts  # noqa: B018  (raises an error before anything runs)
+            RUNNING.packed = given
+        return given
+
+    def _check(self, hidden_states: torch.Tensor, packed: PackedGroups, others: dict[str, Any]) -> None:
+        shard = packed.shard
+        if self.config.virtual_pipeline_model_parallel_size and packed.length is None:
+            raise ValueError(
+                f"length of PackedGroups is None and virtual_pipeline_model_parallel_size"
+                f" {self.config.virtual_pipeline_model_parallel_size}, expected seq_length of the schedule: interleaved"
+                " stages exchange micro-batches of one length"
+            )
+        for name in ("inference_context", "inference_params"):
+            if others.get(name) is not None:
+                raise ValueError(f"{name} came together with PackedGroups: packed groups run without a cache")
+        ranks = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        rows, batch = hidden_states.shape[0] * ranks, hidden_states.shape[1]
+        if self.config.context_parallel_size != shard.world_size:
+            raise ValueError(
+                f"context_parallel_size of layer {self.layer_number} is {self.config.context_parallel_size}, expected"
+                f" {shard.world_size}: the ranks that share the rows of PackedGroups"
+            )
+        heads = self.config.num_attention_heads // self.config.tensor_model_parallel_size
+        if type(shard) is Shard and heads % shard.world_size:
+            raise ValueError(
+                f"{shard.world_size} context-parallel ranks cannot share the {heads} attention heads of a"
+                " tensor-parallel rank, expected PackedGroups(..., cp_comm_type='all_gather')"
+            )
+        if (rows, batch) != (shard.num_tokens, 1):
+            share = "" if shard.world_size == 1 else ", this rank's share of them (PackedGroups.split)"
+            raise ValueError(
+                f"layer {self.layer_number} gets {batch} sequences of {rows} tokens, expected one of"
+                f" {shard.num_tokens}: all groups of the layout in one packed row{share}"
+            )
+
+
+class _PackedSelfAttention(_Checked, SelfAttention):
+    """[rows, 1, C] -> [rows, 1, C] and a bias: rows of this context-parallel rank, with sequence parallelism the share
+    of this tensor-parallel rank."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        rotary_pos_emb: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if (packed := self._enter(hidden_states, packed_seq_params, kwargs)) is not None:
+            if rotary_pos_emb is None:
+                raise ValueError(
+                    f"layer {self.layer_number} gets no rotary_pos_emb, expected a model whose position_embedding_type"
+                    f" is {' or '.join(ROTARY)}"
+                )
+            rotary_pos_emb = packed._frequencies(rotary_pos_emb)
+        return super().forward(
+            hidden_states,
+            attention_mask,
+            *args,
+            rotary_pos_emb=rotary_pos_emb,
+            packed_seq_params=packed_seq_params,
+            **kwargs,
+        )
+
+
+class _PackedMLASelfAttention(_Checked, MLASelfAttention):
+    """Packed self-attention with latent attention: q, k and v are expanded to all heads before the core attention.
+
+    megatron-core's class makes its rotary frequencies itself, and for what it takes for a row of one sequence.
+    """
+
+    core_attention: Any
+    rotary_pos_emb: Any
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if self._enter(hidden_states, packed_seq_params, kwargs) is not None:
+            self.core_attention.latent_scale = self.softmax_scale
+        return super().forward(hidden_states, attention_mask, *args, packed_seq_params=packed_seq_params, **kwargs)
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        arguments = hidden_states, key_value_states, position_ids
+        if not isinstance(packed_seq_params, PackedGroups):
+            return super().get_query_key_value_tensors(*arguments, packed_seq_params, **kwargs)
+        packed, rotary = packed_seq_params, self.rotary_pos_emb
+
+        def of_rows(*_: Any, **__: Any) -> Any:
+            found = type(rotary).forward(rotary, packed.max_seqlen_q, cp_group=ONE_RANK)
+            if isinstance(found, tuple):  # of YaRN, with a factor
+                return packed._frequencies(found[0]), *found[1:]
+            return packed._frequencies(found)
+
+        rotary.forward = of_rows
+        try:
+            return super().get_query_key_value_tensors(*arguments, None, **kwargs)
+        finally:
+            del rotary.forward
+
+
+class _CoreAttention(nn.Module):
+    """query [rows, 1, H, D], key and value [rows, 1, Hk, D], of this tensor-parallel rank's heads and this
+    context-parallel rank's rows -> [rows, 1, H * D]; of latent attention values may have another head dim."""
+
+    config: Any
+    layer_number: int
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if not isinstance(packed_seq_params, PackedGroups):
+            return super().forward(
+                query,
+                key,
+                value,
+                attention_mask,
+                *args,
+                attention_bias=attention_bias,
+                packed_seq_params=packed_seq_params,
+                **kwargs,
+            )
+        for name, given in (("attention_mask", attention_mask), ("attention_bias", attention_bias)):
+            if given is not None:
+                raise ValueError(
+                    f"{name} came together with PackedGroups: the layout says which rows see each other, leave it out"
+                )
+        config, offset = self.config, getattr(self, "softmax_offset", None)
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, self.layer_number)
+        out = packed_seq_params.shard.attention(
+            query.squeeze(1),
+            key.squeeze(1),
+            value.squeeze(1),
+            softmax_scale=getattr(self, "latent_scale", config.softmax_scale),
+            deterministic=config.deterministic_mode,
+            window=window_of(config) if windowed else None,
+            sinks=None if offset is None else offset.flatten(),
+        )
+        return out.reshape(len(out), 1, -1)
+
+
+class _PackedDotProductAttention(_CoreAttention, DotProductAttention):
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        # megatron-core's class refuses context parallelism; `forward` does so for what is not PackedGroups. The head
+        # dims of latent attention, which it does not take, are those of the tensors.
+        alone = copy.copy(config)
+        alone.context_parallel_size = 1
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("k_channels", "v_channels")}
+        super().__init__(alone, *args, **kwargs)
+        self.config = config
+
+    def forward(self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any) -> Any:
+        if self.config.context_parallel_size > 1 and not isinstance(packed_seq_params, PackedGroups):
+            raise ValueError(
+                f"context_parallel_size is {self.config.context_parallel_size} and packed_seq_params"
+                f" {type(packed_seq_params).__name__}, expected PackedGroups: megatron-core's DotProductAttention sees"
+                " the rows of its own rank alone"
+            )
+        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+
+
+ATTENTION: dict[type, type] = {SelfAttention: _PackedSelfAttention, MLASelfAttention: _PackedMLASelfAttention}
+CORE: dict[type, type] = {DotProductAttention: _PackedDotProductAttention}
+
+if HAVE_TE:
+
+    class _PackedTEDotProductAttention(_CoreAttention, TEDotProductAttention):
+        pass
+
+    CORE[TEDotProductAttention] = _PackedTEDotProductAttention
+
+PACKED = ATTENTION | CORE | ROUTERS
+STOCK = {packed: stock for stock, packed in PACKED.items()}
+
+
+# ---------------------------------------------------------------- refusals
+def _name(found: Any) -> str:
+    return found.__name__ if isinstance(found, type) else type(found).__name__
+
+
+def _check_attention(where: str, attention: Any, core: Any, crossed: Any, mask_type: Any) -> None:
+    """Raises ValueError for a layer whose attention is not causal self-attention of megatron-core.
+
+    Args:
+        where: the layer's name in the message.
+        attention, core: the classes of its self-attention and of the core attention in it.
+        crossed: the class of its cross-attention.
+        mask_type: of its self-attention.
+    """
+    if crossed is not IdentityOp:
+        raise ValueError(f"{where} has cross-attention ({_name(crossed)}), expected a layer of a decoder without it")
+    for part, found, expected in (
+        ("self_attention", attention, ATTENTION),
+        ("core_attention", core, CORE),
+    ):
+        if STOCK.get(found, found) not in expected:
+            names = " or ".join(_name(one) for one in expected)
+            raise ValueError(f"{part} of {where} is {_name(found)}, expected megatron-core's {names}")
+    if mask_type not in CAUSAL:
+        shown = getattr(mask_type, "name", mask_type)
+        raise ValueError(f"{where} has attn_mask_type {shown}, expected {' or '.join(t.name for t in CAUSAL)}")
+
+
+def _check_router(where: str, found: Any) -> None:
+    """Raises ValueError for a layer whose experts get their tokens of another class."""
+    if STOCK.get(found, found) not in ROUTERS:
+        names = " or ".join(map(_name, ROUTERS))
+        raise ValueError(f"the router of {where} is {_name(found)}, expected megatron-core's {names}")
+
+
+# ---------------------------------------------------------------- specs and models
+def _specs(spec: Any) -> list[TransformerLayerSubmodules]:
+    """The parts of each layer of a spec of a layer or of a block of layers."""
+    if isinstance(spec, TransformerLayerSubmodules):
+        return [spec]
+    if isinstance(spec, TransformerBlockSubmodules):
+        return [inner for layer in spec.layer_specs or [] for inner in _specs(layer)]
+    if isinstance(spec, ModuleSpec):
+        return _specs(spec.submodules)
+    raise TypeError(
+        f"{type(spec).__name__} is neither a GPTModel nor the spec of a transformer layer or block of megatron-core"
+    )
+
+
+def _experts(where: str, mlp: Any) -> MoESubmodules | None:
+    """The parts of a layer's experts; None where its spec has none."""
+    if isinstance(mlp, functools.partial):
+        kind, found = mlp.func, mlp.keywords.get("submodules")
+    elif isinstance(mlp, ModuleSpec):
+        kind, found = mlp.module, mlp.submodules
+    else:
+        kind, found = mlp, None
+    if isinstance(found, MoESubmodules):
+        return found
+    if isinstance(kind, type) and issubclass(kind, MoELayer):
+        raise ValueError(f"{_name(kind)} of {where} has no MoESubmodules, expected them: they name its router")
+    return None
+
+
+def _routers(layer: nn.Module) -> list[Router]:
+    return [module for module in layer.modules() if isinstance(module, Router)]
+
+
+def _gpt(model: nn.Module) -> GPTModel:
+    """The GPTModel that a model is or holds; raises ValueError for other models."""
+    found = [module for module in model.modules() if isinstance(module, GPTModel)]
+    if len(found) != 1:
+        raise ValueError(f"{type(model).__name__} holds {len(found)} GPTModel, expected one")
+    return found[0]
+
+
+def _layers(model: nn.Module) -> list[TransformerLayer]:
+    """The layers of a GPTModel's decoder, on this pipeline stage; raises ValueError for other models."""
+    found = list(_gpt(model).decoder.layers)
+    for layer in found:
+        if not isinstance(layer, TransformerLayer):
+            raise ValueError(f"the decoder has a {type(layer).__name__}, expected TransformerLayer only")
+    return found
+
+
+def enable(target: Target) -> Target:
+    """Lets a megatron-core model run packed groups. Calls without :class:`PackedGroups` do not change.
+
+    Either the spec, before the model is built from it, or the built model:
+
+        spec = enable(get_gpt_layer_local_spec(...))
+        model = GPTModel(config, spec, ...)
+
+    Then, on every rank,
+
+        logits = model(batch.input_ids, batch.position_ids, None, packed_seq_params=PackedGroups(batch))
+
+    input_ids is [1, T], the groups of :func:`dualkv.pack` or `pack_sequences` in one packed row. The attention mask is
+    None. Every layer runs :func:`dualkv.attention` over this rank's heads, with the window of the layer and the softmax
+    offset of its heads. With sequence parallelism T must be a multiple of the tensor-parallel size
+    (:func:`dualkv.sequence_parallel.padded`). Routers of experts count rollouts
+    (:mod:`dualkv.integrations.megatron.routers`). Recomputation of layers or of the core attention needs nothing else.
+    `deterministic_mode` of the config gives bitwise equal gradients from run to run.
+
+    Args:
+        target: a `ModuleSpec` or the submodules of a transformer layer or block, or a `GPTModel`, alone or in wrappers
+            (DDP, `Float16Module`). It is changed in place.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ValueError: a layer whose attention is not causal `SelfAttention` or `MLASelfAttention` of megatron-core with
+            its own core attention, a router that is not its `TopKRouter`, or a config that
+            :mod:`dualkv.integrations.megatron.configs` refuses: with attention dropout, CUDA graphs, experts that drop
+            tokens or depend on all rows, and others. Of a spec the config is checked
+            when a layer is built. Every rank raises the same error. A call raises ValueError for an attention mask or
+            bias, a cache, another number of tokens than the layout's, heads that context-parallel ranks cannot share
+            ("a2a"), and a model without rotary embeddings.
+        TypeError: neither a spec nor a model.
+    """
+    if not isinstance(target, nn.Module):
+        layers = _specs(target)
+        for number, layer in enumerate(layers):
+            inner, crossed = layer.self_attention, layer.cross_attention
+            crossed = crossed.module if isinstance(crossed, ModuleSpec) else crossed
+            where = f"layer {number} of the spec"
+            if not isinstance(inner, ModuleSpec):
+                raise ValueError(f"self_attention of {where} is {_name(inner)}, expected the ModuleSpec of one")
+            core = getattr(inner.submodules, "core_attention", None)
+            _check_attention(where, inner.module, core, crossed, inner.params.get("attn_mask_type"))
+            if (experts := _experts(where, layer.mlp)) is not None:
+                _check_router(where, experts.router)
+        _swap(target, PACKED)
+        return target
+    layers = _layers(target)
+    gpt = _gpt(target)
+    refuse(gpt.config)
+    if gpt.position_embedding_type not in ROTARY:
+        raise ValueError(
+            f"position_embedding_type is {gpt.position_embedding_type!r}, expected {' or '.join(map(repr, ROTARY))}"
+        )
+    for layer in layers:
+        inner = layer.self_attention
+        core = getattr(inner, "core_attention", None)
+        mask_type = getattr(inner, "attn_mask_type", None)
+        where = f"layer {layer.layer_number}"
+        _check_attention(where, type(inner), type(core), type(layer.cross_attention), mask_type)
+        for router in _routers(layer):
+            _check_router(where, type(router))
+    _swap(target, PACKED)
+    return target
+
+
+def disable(target: Target) -> Target:
+    """Undoes :func:`enable`; a spec or model that was not enabled does not change. Returns the same object."""
+    _swap(target, STOCK)
+    return target
+
+
+def _swap(target: Any, classes: dict[type, type]) -> None:
+    """Puts the classes' values in the place of their keys, in every layer of a spec or model. Layers whose attention is
+    another one, or none, stay as they are."""
+    if isinstance(target, nn.Module):
+        for layer in _layers(target):
+            core = getattr(layer.self_attention, "core_attention", None)
+            for module in (layer.self_attention, core, *_routers(layer)):
+                if type(module) in classes:
+                    module.__class__ = classes[type(module)]
+        return
+    for layer in _specs(target):
+        inner = layer.self_attention
+        if isinstance(inner, ModuleSpec) and inner.module in classes:
+            inner.module = classes[inner.module]
+            core = inner.submodules.core_attention
+            inner.submodules.core_attention = classes.get(core, core)
+        if (experts := _experts("", layer.mlp)) is not None:
+            experts.router = classes.get(experts.router, experts.router)

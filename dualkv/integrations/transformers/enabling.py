@@ -1,0 +1,580 @@
+"""Enable models of Hugging Face transformers.
+
+No module of a model is replaced, unless `fast=True` asks for it. (Functions of transformers' modeling files are, for
+recurrent layers; see :mod:`dualkv.integrations.transformers.recurrent`.) `enable` registers one more attention
+implementation and names it in the decoder's config. With a layout this implementation runs :func:`dualkv.attention`.
+Without a layout it runs the implementation that was there before. The registered name contains the name of that
+implementation (`dualkv|sdpa`), so copies of a model, several models in one process and pickles need no other record. A
+saved config names no implementation.
+
+A forward pre-hook on the decoder checks each call once, before the first layer. transformers makes no [T, T] mask: its
+mask functions say which keys each layer sees (:mod:`dualkv.integrations.transformers.masks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+from dualkv.arrays import check_bool, check_model
+from dualkv.branches import Branch
+from dualkv.data.rows import forgotten_layout
+from dualkv.integrations.transformers import (
+    adapters,
+    checkpointing,
+    fused,
+    heads,
+    indexers,
+    labels,
+    layers,
+    masks,
+    media,
+    recurrent,
+    rotary,
+    selfcheck,
+)
+from dualkv.integrations.transformers.checkpointing import recompute_layers
+from dualkv.integrations.transformers.media import Placed
+from dualkv.layout import Layout
+from dualkv.ops.attention import attention
+from dualkv.segments import OP_TAGS, segments_of
+from dualkv.sequence_parallel import Shard
+
+Model = TypeVar("Model", bound=nn.Module)
+
+# Prefixes of the registered names, by `deterministic`. The name of the model's own implementation follows, because
+# transformers looks for parts of that name ("flash" decides how masks and caches are made).
+PREFIX = {False: "dualkv|", True: "dualkv-deterministic|"}
+
+
+def _base(config: Any) -> str | None:
+    """The model's own implementation if `config` names a registered one of this module, else None."""
+    name = config._attn_implementation or ""
+    return next((name.removeprefix(prefix) for prefix in PREFIX.values() if name.startswith(prefix)), None)
+
+
+# ---------------------------------------------------------------- a call with a layout
+@torch.library.custom_op("dualkv::position_ids", mutates_args=(), tags=OP_TAGS)
+def _position_ids(
+    tokens: torch.Tensor,
+    position_ids: torch.Tensor | None,
+    offsets: torch.Tensor,
+    parent: torch.Tensor,
+    model: str,
+    limit: int | None,
+) -> torch.Tensor:
+    """The layout's position ids [1, T] int64 for `tokens` [1, T, ...]; raises if the given ones differ, or if a path is
+    longer than the limit of the model of that name.
+
+    This is an op, so that a compiled model also checks every batch. On a GPU the comparison is an asynchronous
+    assertion, which stops the process at the next synchronisation. The host does not wait for the device here.
+    """
+    layout = Layout(segments_of(offsets, parent), offsets, parent, tokens.device)
+    indexers.check_path(model, layout._segments.longest_path, limit)
+    return _checked_positions(tokens, position_ids, layout.position_ids[None])
+
+
+@_position_ids.register_fake
+def _(
+    tokens: torch.Tensor,
+    position_ids: torch.Tensor | None,
+    offsets: torch.Tensor,
+    parent: torch.Tensor,
+    model: str,
+    limit: int | None,
+) -> torch.Tensor:
+    return tokens.new_empty(tokens.shape[:2], dtype=torch.int64)
+
+
+def _checked_positions(
+    tokens: torch.Tensor, position_ids: torch.Tensor | None, own: torch.Tensor, text: torch.Tensor | None = None
+) -> torch.Tensor:
+    """A copy of `own`, the positions of the layout; raises if the tokens or the given positions do not fit them.
+
+    Multimodal rotary embeddings take positions as [3, 1, T], or as [4, 1, T] with those of text before them.
+
+    Args:
+        tokens: [1, T, ...].
+        position_ids: as given, or None.
+        own: [1, T], or [3, 1, T] with images.
+        text: [1, T] of the text, where `own` has three rows.
+    """
+    if tokens.shape[1] != own.shape[-1]:
+        raise ValueError(f"the model is given {tokens.shape[1]} tokens, the layout has {own.shape[-1]}")
+    if position_ids is not None:
+        expected = own
+        if position_ids.dim() == 3 and own.dim() == 2 and len(position_ids) in (3, 4):
+            expected = own.expand(len(position_ids), 1, -1)
+        elif len(position_ids) == 4 and text is not None:
+            expected = torch.cat([text[None], own])
+        if position_ids.shape != expected.shape or position_ids.device != own.device:
+            raise ValueError(
+                f"position_ids has shape {tuple(position_ids.shape)} on {position_ids.device},"
+                f" expected {tuple(expected.shape)} on {own.device} (leave it out to use the layout's)"
+            )
+        differs = position_ids != expected
+        if differs.device.type != "cpu":
+            torch._assert_async(~differs.any(), "position_ids are not the layout's")
+        elif differs.any():
+            at = differs.nonzero()[0].tolist()
+            raise ValueError(
+                f"position_ids{at} is {int(position_ids[tuple(at)])}, the layout's is {int(expected[tuple(at)])}"
+                " (leave it out to use the layout's)"
+            )
+    return own.clone()
+
+
+def _positions(
+    tokens: torch.Tensor,
+    position_ids: torch.Tensor | None,
+    layout: Layout | Shard | Placed | Branch,
+    model: str = "",
+    limit: int | None = None,
+) -> torch.Tensor:
+    """[1, T], the position of each of the tokens [1, T, ...]; raises if the tokens or the given ones do not fit, or if
+    a path is longer than the model's `limit`. With images the positions may be [3, 1, T]."""
+    if isinstance(layout, Placed):
+        inner = layout.layout
+        indexers.check_path(model, (inner if isinstance(inner, Layout) else inner.layout)._segments.longest_path, limit)
+        return _checked_positions(tokens, position_ids, layout.position_ids, inner.position_ids[None])
+    if isinstance(layout, Shard | Branch):
+        indexers.check_path(model, layout.layout._segments.longest_path, limit)
+        return _checked_positions(tokens, position_ids, layout.position_ids.to(tokens.device)[None])
+    return cast(torch.Tensor, _position_ids(tokens.detach(), position_ids, layout.offsets, layout.parent, model, limit))
+
+
+def _enter_decoder(
+    module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward pre-hook of the decoder: checks a call with a layout, fills in positions, cache and mask."""
+    layout = kwargs.get("dualkv")
+    if layout is None:
+        _refuse_forgotten(module, args, kwargs)
+        return None
+    _check_layout(layout)
+    selfcheck.refuse_unproved(module, layout)
+    name = type(module).__name__
+    if type(module) not in recurrent.INSTALLED:  # an unpickled model, before any `enable` of this process
+        recurrent.install(module)
+    if not isinstance(layout, Placed):  # otherwise the inputs are those of a model that runs images
+        media.refuse(module, kwargs)
+        media.refuse_unplaced(module, kwargs)
+    if _base(module.config) is None:
+        raise ValueError(
+            f"{name} was set to {module.config._attn_implementation!r} after dualkv was enabled: enable the model again"
+        )
+    if len(args) > 1:
+        raise ValueError(f"{name} got {len(args)} positional arguments, expected only input_ids: name the others")
+    tokens = next((x for x in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None)
+    if tokens is None:
+        raise ValueError(f"{name} got neither input_ids nor inputs_embeds")
+    if tokens.dim() < 2 or tokens.shape[0] != 1:
+        raise ValueError(
+            f"input_ids has shape {tuple(tokens.shape[:2])}, expected [1, T]: all groups in one packed row"
+        )
+    mask = kwargs.get("attention_mask")
+    if mask is None:
+        mask = masks.request(tokens.device)
+    elif not masks.is_of_packed_call(mask):
+        raise ValueError(
+            "attention_mask came together with dualkv: the layout says which rows see each other, leave the mask out"
+        )
+    if kwargs.get("use_cache") or any(kwargs.get(cache) is not None for cache in recurrent.CACHES):
+        raise ValueError("past_key_values or use_cache came together with dualkv: packed groups run without a cache")
+    # Layers that hand no keyword arguments on would not refuse any.
+    layers.refuse_arguments(f"a call of {name}", kwargs, ("dualkv", *layers.arguments(type(module))))
+    # With images, given positions are compared with the model's where the images are placed.
+    given = None if isinstance(layout, Placed) else kwargs.get("position_ids")
+    position_ids = _positions(tokens, given, layout, name, indexers.longest_path(module.config))
+    if isinstance(layout, Placed) and layout.ahead is None:
+        layout = layout.layout
+    changed = {"use_cache": False, "attention_mask": mask, "position_ids": position_ids, "dualkv": layout}
+    return args, {**kwargs, **changed}
+
+
+def _refuse_forgotten(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises ValueError for a call without a layout whose tokens are those of a packed batch, unless a mask
+    [1, 1, T, T] or positions say what rows see.
+
+    Compiled functions leave that to what asks for the layout's use afterwards (:func:`dualkv.data.rows.check_used`).
+    """
+    tokens, mask = args[0] if args else kwargs.get("input_ids"), kwargs.get("attention_mask")
+    if torch.compiler.is_compiling() or (layout := forgotten_layout(tokens)) is None:
+        return
+    # transformers separates sequences where positions begin anew. So groups that share nothing are computed right.
+    apart = layout.nominal_tokens == layout.num_tokens and kwargs.get("position_ids") is not None
+    if (mask is None or getattr(mask, "ndim", 0) == 2) and not apart:
+        raise ValueError(
+            f"{type(module).__name__} got the packed input_ids of {layout!r} without dualkv, so every row would see all"
+            " rows before it: pass dualkv=batch.layout"
+        )
+
+
+def _check_layout(layout: Any) -> None:
+    if not isinstance(layout, Layout | Shard | Placed | Branch):
+        raise TypeError(f"dualkv is a {type(layout).__name__}, expected a dualkv.Layout")
+    while isinstance(layout, Shard | Placed):
+        layout = layout.layout
+    if isinstance(layout, Layout):  # a branch has no queries of its path's rows, which are no rows of its call
+        layout._check_of_all_rows("dualkv")
+
+
+def _enter_head(
+    module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward pre-hook of the models that contain the decoder: refuses what would shift rows, places images.
+
+    A model that makes the decoder's masks gets the request for them, one that numbers its rows the positions.
+    """
+    layout = kwargs.get("dualkv")
+    if layout is None:
+        _refuse_forgotten(module, args, kwargs)
+        return None
+    _check_layout(layout)
+    named = dict(zip(layers.arguments(type(module)), args, strict=False)) | kwargs
+    runs_images = media.family(type(module)) is not None
+    if not runs_images and not media.passes_on(module):
+        media.refuse(module, named)
+    labels.refuse_shifts(module, named)
+    if runs_images:
+        args, kwargs = (), _with_images(module, named)
+    else:
+        kwargs = {**kwargs, **_for_decoder(module, layers.arguments(type(module))[len(args) :], named)}
+    if named.get("attention_mask") is None and layers.makes_masks(type(module)):
+        kwargs = {**kwargs, "attention_mask": masks.request(module.device)}
+    return args, kwargs
+
+
+def _enter_outermost(
+    module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward pre-hook of the head that callers call. One within it may get their arguments without the labels."""
+    if kwargs.get("dualkv") is not None:
+        labels.refuse_alone(module, dict(zip(layers.arguments(type(module)), args, strict=False)) | kwargs)
+    return _enter_head(module, args, kwargs)
+
+
+def _for_decoder(module: PreTrainedModel, left: tuple[str, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """Arguments that a model would make by itself, other than a packed call of its decoder takes them.
+
+    left: the names of the arguments that did not come by position.
+    """
+    made: dict[str, Any] = {}
+    if "use_cache" in left and named.get("use_cache") is None:
+        made["use_cache"] = False
+    tokens = named["input_ids"] if named.get("input_ids") is not None else named.get("inputs_embeds")
+    numbers = "position_ids" in left and named.get("position_ids") is None and layers.numbers_rows(type(module))
+    if numbers and tokens is not None and tokens.dim() > 1:
+        made["position_ids"] = _positions(tokens, None, named["dualkv"])
+    return made
+
+
+def _with_images(module: PreTrainedModel, named: dict[str, Any]) -> dict[str, Any]:
+    """The inputs of a model that runs images, with the positions of all rows."""
+    layout = named["dualkv"]
+    tokens = named["input_ids"] if named.get("input_ids") is not None else named.get("inputs_embeds")
+    if tokens is None or tokens.dim() < 2 or tokens.shape[0] != 1:
+        return named  # which the decoder refuses
+    with_media = media.given(named) or named.get(media.BLOCKS) is not None
+    if with_media and torch.compiler.is_compiling():
+        raise ValueError(f"images came to a compiled {type(module).__name__} {media.UNPLACED}")
+    found = media.place(module, named, layout) if with_media else None
+    if not media.takes_blocks(module):  # some tokenizers return it, and these models ignore it
+        named = {name: value for name, value in named.items() if name != media.BLOCKS}
+    placed = layout if found is None else found
+    if isinstance(placed, Layout | Shard) and media.decodes_blindly(module):
+        placed = Placed(placed, placed.position_ids[None].to(tokens.device))
+    changed = {
+        "dualkv": placed,
+        "position_ids": _positions(tokens, named.get("position_ids"), placed),
+        "use_cache": named.get("use_cache") or False,  # some make a cache unless told otherwise
+    }
+    return {**named, **changed}
+
+
+def _keep_layout(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of decoder layers that do not hand keyword arguments on: their attention finds the layout.
+
+    transformers' gradient checkpointing runs a layer again without this hook.
+    """
+    if kwargs.get("dualkv") is not None and module.training and getattr(module, "gradient_checkpointing", False):
+        raise ValueError(
+            f"{type(module).__name__} is set to gradient checkpointing and does not hand keyword arguments on to its"
+            " attention, which would lack the layout when it runs again: call gradient_checkpointing_disable"
+        )
+    for part in module.children():
+        if layers.route(type(part)) is not None:
+            cast(Any, part).dualkv_layout = kwargs.get("dualkv")
+
+
+def _take_layout(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward pre-hook of attention in such a layer."""
+    layout = getattr(module, "dualkv_layout", None)
+    if layout is None:
+        return None
+    cast(Any, module).dualkv_layout = None
+    return args, {**kwargs, "dualkv": layout}
+
+
+HOOKS = (
+    _enter_decoder,
+    _enter_head,
+    _enter_outermost,
+    _keep_layout,
+    _take_layout,
+    indexers.select_nothing,
+    recurrent.enter,
+    rotary.hand_layout,
+)
+
+
+# ---------------------------------------------------------------- the registered implementations
+def _packed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    layout: Layout | Shard | Placed | Branch,
+    deterministic: bool,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """query [1, H, T, D], key and value [1, Hk, T, D] -> [1, T, H, D]."""
+    if is_causal is False or not layers.is_causal(module):
+        raise ValueError(
+            f"{layers.describe(module)} is not causal self-attention, the only kind that dualkv.attention computes"
+        )
+    features = layers.features(module, attention_mask, kwargs)
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    if layers.has_temperature(module):
+        positions = _positions(q[None], None, layout)[0]
+        q = (q * layers.temperature(module, positions)[:, None, None]).to(q.dtype)
+    run: Any = layout.attention if isinstance(layout, Shard) else partial(attention, layout=layout)
+    if isinstance(layout, Placed):
+        run = partial(media.attention, placed=layout)
+    elif isinstance(layout, Branch):
+        run = partial(layout.attention, layer=module)
+    out = run(q, k, v, softmax_scale=scaling, deterministic=deterministic, **features._asdict())
+    return out.unsqueeze(0), None
+
+
+def _register(base: str, deterministic: bool) -> str:
+    """Registers an implementation that runs packed groups with a layout and `base` without one; returns its name."""
+    name = PREFIX[deterministic] + base
+    in_place = base in ("eager", "sdpa")
+
+    def forward(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        dualkv: Layout | Shard | Placed | Branch | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if dualkv is not None:
+            return _packed_attention(module, query, key, value, attention_mask, dualkv, deterministic, **kwargs)
+        if masks.is_answer(attention_mask):
+            raise ValueError(
+                f"{layers.describe(module)} is not handed the layout that the model was called with:"
+                f" {type(module).__name__}'s callers do not pass keyword arguments on"
+            )
+        route = layers.route(type(module))
+        assert route is not None, f"{type(module).__name__} was called without going through the registry"
+        interface, eager = route
+        if in_place and (indices := kwargs.pop("indices", None)) is not None and attention_mask is not None:
+            attention_mask = indexers.restricted(attention_mask, indices, query, key.shape[2])
+        own = interface.get_interface(base, eager)
+        seen_as = module if in_place else layers.UnderOwnName(module, base)
+        return own(seen_as, query, key, value, attention_mask, **kwargs)
+
+    make = ALL_MASK_ATTENTION_FUNCTIONS.get(base)
+
+    def mask(*, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        if masks.is_request(attention_mask):
+            return masks.answer(**kwargs)
+        return None if make is None else make(attention_mask=attention_mask, **kwargs)
+
+    forward._of_dualkv = True  # type: ignore[attr-defined]
+    AttentionInterface.register(name, forward)
+    AttentionMaskInterface.register(name, mask)
+    return name
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """The configs of decoders and of their layers, which name the implementation, each once."""
+    configs = (config for _, module, owner in layers.decoder_layers(model) for config in (module.config, owner.config))
+    return list({id(config): config for config in configs}.values())
+
+
+def enable(model: Model, *, deterministic: bool = False, check: bool = True, fast: bool = False) -> Model:
+    """Lets `model(input_ids=..., dualkv=layout)` run packed groups. Calls without a layout do not change.
+
+    With a layout every attention layer runs :func:`dualkv.attention`, with the window or chunks of the mask that its
+    model would make, and with its sinks and softcapping. Recurrent layers start each segment from the state that its
+    parent leaves. No attention mask is made and no cache is kept:
+
+        model(input_ids=batch.input_ids, position_ids=batch.position_ids, dualkv=batch.layout)
+
+    The batch is the result of :func:`dualkv.pack` or `pack_sequences`; a layout may have any depth. input_ids is
+    [1, T], all groups in one packed row (or inputs_embeds [1, T, C]). position_ids [1, T] must be the layout's
+    positions, which are filled in when position_ids is left out; multimodal rotary embeddings may have them as
+    [3, 1, T] or [4, 1, T]. On a GPU wrong positions end in a device-side assertion. With sequence parallelism `dualkv`
+    is a :class:`dualkv.sequence_parallel.Shard`, and T counts the rows of this rank. The model cannot shift labels.
+    Rotary embeddings that depend on the length of the sequence (longrope, dynamic NTK) give each row the factors of its
+    own sequence. Auxiliary losses over tokens (the load balancing loss of a mixture of experts) count a shared prompt
+    once; the replicated sequences count it once a response.
+
+    Wrapped models (DDP, FSDP, `torch.compile`) may be enabled before or after the wrapping, PEFT's after its adapters
+    are added. A second call only sets `deterministic` and `fast` again, and judges adapters that are new.
+
+    What training draws for each row by itself (dropout, jitter of routers) is drawn once for a row of a prompt, so the
+    responses of a group share it.
+
+    Images and videos of prompts run packed in the models of
+    :data:`dualkv.integrations.transformers.media.FAMILIES`: pass `**batch.media` too.
+
+    Args:
+        model: a transformers model or a wrapper around one. It is changed in place: the attention implementation of
+            its config, and forward pre-hooks.
+        deterministic: bitwise equal gradients from run to run. Models with one config object have one setting.
+        check: run a small copy of the decoder (its class, its configuration with fewer layers, heads and columns,
+            random weights) on the CPU, packed and replicated, and refuse the model if hidden states differ. The check
+            takes about a second, once for each configuration in a process. The first call in training, of a walk and
+            with kept products checks the same of gradients in training mode, by :func:`dualkv.walk` or with these. The
+            model itself is not run.
+        fast: also change what surrounds attention. Norms, rotary embeddings and MLPs run in fused kernels: Liger's
+            where `liger_kernel` is installed and knows the model, compiled ones otherwise, with the rounding of these
+            kernels. Gradient checkpointing keeps attention; in one process on a GPU, the last layers keep their
+            products too, or everything, as long as 0.9 of the GPU's memory is enough (`recompute_layers(..., memory=)`
+            afterwards sets another limit). `disable` leaves gradient checkpointing on.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: the small copy differs or cannot run (see `check`); a layer does not take its attention from
+            transformers' registry, is not causal, has a recurrent state of an unknown kind, a head dim above 512 or a
+            mask with a rule of the model's own; a head makes one row of logits for a whole input; installed kernels of
+            recurrent layers have no right backward on this GPU; a window or chunks of less than 1 key; PEFT's adapters
+            that read other rows or add some, or that nobody has judged (docs/transformers.md has a table).
+            A call with a layout raises ValueError for attention dropout in training, noise that is not drawn for each
+            row (dropped layers, NEFTune) and statistics over rows in training, other adapters than before, masks,
+            caches, images that do not match their placeholders or that the model is not known to run packed, a token
+            count or positions other than the layout's, a path longer than the keys that an indexer selects, and
+            sequences that share rows and get different rotary factors by their lengths.
+        TypeError: `model` is no module; `deterministic` is not a bool.
+    """
+    check_model(model)
+    check_bool("deterministic", deterministic)
+    layers.refuse(model)
+    inner = layers.decoders(model)
+    for sentence in adapters.objections(model, inner, known_alone=check):
+        raise ValueError(sentence)
+    disable(model)
+    for decoder in inner:
+        if check:
+            small = adapters.shrunk(model, decoder)
+            selfcheck.check(decoder, enable, small)
+            selfcheck.ask_later(decoder, small, enable)
+        adapters.remember(decoder)
+    for decoder in inner:
+        recurrent.install(decoder)
+        for _, mixer in recurrent.mixers(decoder):
+            mixer.register_forward_pre_hook(recurrent.enter, with_kwargs=True)
+    for config in _configs(model):
+        config._attn_implementation = {"": _register(config._attn_implementation, deterministic)}
+    for name, module, _ in layers.decoder_layers(model):
+        layer = model.get_submodule(name.rpartition(".")[0])
+        if layers.drops_arguments(type(layer)):
+            layer.register_forward_pre_hook(_keep_layout, with_kwargs=True)
+            module.register_forward_pre_hook(_take_layout, with_kwargs=True)
+        if (indexer := indexers.of_layer(module)) is not None:
+            indexer.register_forward_pre_hook(indexers.select_nothing, with_kwargs=True)
+    rotary.enable(model)  # behind the hook that hands attention its layout, before the decoder's, which unpacks it
+    within: set[nn.Module] = set()  # the heads so far; a module comes before its parts
+    for module in model.modules():
+        if module in inner:
+            module.register_forward_pre_hook(_enter_decoder, with_kwargs=True)
+        elif isinstance(module, PreTrainedModel) and any(part in inner for part in module.modules()):
+            module.register_forward_pre_hook(_enter_head if module in within else _enter_outermost, with_kwargs=True)
+            within.update(module.modules())
+    heads.known(model)
+    if fast:
+        fused.fuse(model)
+        recompute_layers(model, "attention", memory=checkpointing.most(model))
+        for decoder in inner:
+            decoder.register_forward_pre_hook(checkpointing.keep_attention, with_kwargs=True)
+    return model
+
+
+def disable(model: Model) -> Model:
+    """Undoes :func:`enable`; a model that was not enabled does not change. Returns the same model."""
+    check_model(model)
+    for config in _configs(model):
+        base = _base(config)
+        if base is not None:
+            config._attn_implementation = {"": base}
+    for decoder in layers.decoders(model):
+        for note in (adapters.SEEN, selfcheck.ASKED):
+            vars(decoder).pop(note, None)
+    if fused.is_fused(model):
+        fused.unfuse(model)
+        for decoder in layers.decoders(model):
+            checkpointing.forget(decoder)
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if hook in HOOKS:
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+    rotary.disable(model)
+    return model
+
+
+@contextmanager
+def suspended(model: nn.Module) -> Iterator[None]:
+    """A context in which an enabled model has its own attention and layers, as continuous batching needs it.
+
+        with suspended(model):
+            answers = model.generate_batch(prompts)
+
+    Configs name the model's own implementation, and layers that `fast` changed run as they were. Calls with a layout
+    raise ValueError. Afterwards the model is enabled as before, with the same `deterministic` and `fast`. A limit of
+    memory stays, with all that was measured under it.
+
+    Args:
+        model: a transformers model or a wrapper around one. One that is not enabled does not change.
+    """
+    check_model(model)
+    names = [(config, config._attn_implementation) for config in _configs(model)]
+    was_fused = fused.is_fused(model)
+    fused.unfuse(model)
+    try:
+        for config, name in names:
+            config._attn_implementation = {"": _base(config) or name}
+        yield
+    finally:
+        for config, name in names:
+            config._attn_implementation = {"": name}
+        if was_fused:
+            fused.fuse(model)
+
+
+# A pickled model names its implementation. Importing this module registers the usual ones, for unpickling.
+for _name in ("eager", *AttentionInterface._global_mapping):
+    for _deterministic in PREFIX:
+        if not _name.startswith(tuple(PREFIX.values())):
+            _register(_name, _deterministic)

@@ -1,0 +1,254 @@
+"""Causal convolutions and scans along the paths of a layout, made of functions that know plain sequences only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from dualkv.integrations.transformers.recurrent import waves
+from dualkv.integrations.transformers.recurrent.walked import Walked
+from dualkv.layout import Layout
+
+Tensor = torch.Tensor
+# (rows of a wave, initial states [N, ...] or None, the wave) -> (results, final states [N, ...] or None)
+Run = Callable[[list[Tensor], Tensor | None, waves.Wave], tuple[Tensor, Tensor | None]]
+
+
+def convolve(
+    conv: Callable[..., Tensor], layout: Layout, x: Tensor, weight: Tensor, bias: Tensor | None, **kwargs: Any
+) -> Tensor:
+    """A causal depthwise convolution along the paths of a layout.
+
+    Args:
+        conv: `conv(x, weight, bias, **kwargs)` convolves sequences [N, C, L], with zeros before each.
+        layout: of T tokens.
+        x: [1, C, T].
+        weight: [C, k].
+        bias: [C] or None.
+
+    Returns:
+        [1, C, T].
+    """
+    back = weight.shape[-1] - 1
+    out = conv(x, weight, bias, **kwargs)
+    if not back or not layout.num_tokens:
+        return out
+    again = waves.windows(layout, back, x.device)
+    around = x[0].t()[again.around].masked_fill(again.missing[..., None], 0)  # [M, 2 back, C]
+    right = conv(around.transpose(1, 2).contiguous(), weight, bias, **kwargs)[:, :, back:]  # [M, C, back]
+    right = right.transpose(1, 2).reshape(-1, x.shape[1])[again.results]  # [R, C]
+    # Channels become neighbours in memory, as scans read them.
+    return out.transpose(1, 2).index_copy(1, again.rows, right[None]).transpose(1, 2)
+
+
+def convolve_at_once(
+    conv: Callable[..., Tensor], layout: Layout, x: Tensor, weight: Tensor, bias: Tensor | None, **kwargs: Any
+) -> Tensor:
+    """Run :func:`convolve` by a `conv` that takes `initial_state` [M, C, k] and `cu_seqlens` of M sequences in a row.
+
+    A state is the k rows before a sequence, the last one last; its first is not read.
+    """
+    back = weight.shape[-1] - 1
+    if not back or not layout.num_tokens:
+        return conv(x, weight, bias, **kwargs)
+    segments = waves.windows(layout, back, x.device)
+    rows, before = _Reread.apply(x.transpose(1, 2), segments.around[:, :back])
+    before = before.masked_fill(segments.missing[:, :back, None], 0)  # [M, back, C]
+    return conv(
+        rows.transpose(1, 2),
+        weight,
+        bias,
+        initial_state=F.pad(before.transpose(1, 2), (1, 0)),
+        cu_seqlens=segments.cu_seqlens,
+        cu_seqlens_cpu=segments.cu_seqlens_cpu,
+        **kwargs,
+    )
+
+
+class _Reread(torch.autograd.Function):
+    """x [1, T, C] and `x[0, at]`. PyTorch would write the gradient of the latter into [T, C] zeros and add those."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(at)
+        return x.view_as(x), x[0, at]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_of_rows: Tensor) -> tuple[Tensor, None]:
+        (at,) = ctx.saved_tensors
+        grad = grad.clone()
+        grad[0].index_put_((at,), grad_of_rows, accumulate=True)
+        return grad, None
+
+
+def scan(layout: Layout | Walked, rows: Sequence[Tensor], run: Run) -> Tensor:
+    """A recurrence along the paths of a layout, a call of `run` for each wave.
+
+    Args:
+        layout: of T tokens, 1 or more. In a part of a walked tree the first wave starts from the path's states, and a
+            trunk keeps its own.
+        rows: tensors [1, T, ...].
+        run: takes the rows [1, W, ...] of a wave, in the order of its segments, and makes results [1, W, ...].
+
+    Returns:
+        The results [1, T, ...] in packed order.
+    """
+    walked = layout if isinstance(layout, Walked) else None
+    of_rows = layout.layout if isinstance(layout, Walked) else layout
+    keeps, device = walked is not None and walked.keeps, rows[0].device
+    key = None if walked is None else walked.scan_key()
+    inherited = None if walked is None else walked.initial(key, device)
+    order = waves.order(of_rows, device, keeps)
+    if order.rows is not None:
+        rows = [_Reordered.apply(x, order.rows, order.places) for x in rows]
+    results: list[Tensor] = []
+    states: Tensor | None = None
+    # The gradient of a split is one concatenation, that of slices is a sum of padded ones.
+    parts = zip(*(x.split([wave.end - wave.begin for wave in order.waves], 1) for x in rows), strict=True)
+    for wave, inputs in zip(order.waves, map(list, parts), strict=True):
+        gather = wave.gather
+        if gather is None and inherited is not None:
+            states, gather = inherited
+        if gather is None:
+            out, states = run(inputs, None, wave)
+        else:
+            assert states is not None
+            initial = inherit(states, gather)
+            with gathered_again(initial, states, gather.parents):
+                out, states = run(inputs, initial, wave)
+        if walked is not None and keeps:
+            assert states is not None
+            walked.keep_state(key, wave.end, states)
+        results.append(out)
+    found = torch.cat(results, 1)
+    if order.places is not None:
+        found = _Reordered.apply(found, order.places, order.rows)
+    return found
+
+
+class _Reordered(torch.autograd.Function):
+    """`x[:, order]` of a permutation. Its gradient is gathered too; PyTorch's own would add to zeros by atomics."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(1, order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(1, inverse), None, None
+
+
+class _Again(NamedTuple):
+    """The saved form of a view of `states[parents]`: the states as the surrounding hooks keep them, and the view."""
+
+    states: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@contextmanager
+def gathered_again(initial: Tensor, states: Tensor, parents: Tensor) -> Iterator[None]:
+    """Save `states` for the backward in place of `initial` = `states[parents]`, which is gathered once more there.
+
+    A state of Qwen3.5 takes 2 MB a layer, as much as the rows of a response of 80 tokens; a prompt has one and each of
+    its responses would have another. Hooks around this one (gradient checkpointing, offloading) see the states in
+    place of the gathered ones, and everything else unchanged: PyTorch calls only the innermost hooks.
+    """
+    if not torch.is_grad_enabled():
+        yield
+        return
+    around = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    keep, find = around or (lambda x: x, lambda x: x)
+    storage, kept = initial.untyped_storage().data_ptr(), states.detach()
+    dtype, version = initial.dtype, initial._version  # a hook that names `initial` would keep it
+
+    def pack(x: Tensor) -> Any:
+        other = x.dtype != dtype or x._version != version  # written to since
+        if other or x.is_conj() or x.is_neg() or x.untyped_storage().data_ptr() != storage:
+            return keep(x)
+        return _Again(keep(kept), x.shape, x.stride(), int(x.storage_offset()))
+
+    def unpack(packed: Any) -> Tensor:
+        if not isinstance(packed, _Again):
+            return find(packed)
+        found: Tensor = find(packed.states).index_select(0, parents)
+        return found.as_strided(packed.size, packed.stride, packed.offset)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+def inherit(states: Tensor, gather: waves.Gather) -> Tensor:
+    """The initial states [N, ...] of a wave, from the final states [M, ...] of the wave before."""
+    found: Tensor = _Inherit.apply(states, *gather)
+    return found
+
+
+class _Inherit(torch.autograd.Function):
+    """`states[parents]`. The gradients of a parent's children are added in their order, so equal from run to run."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, parents: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(counts)
+        return states.index_select(0, parents)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (counts,) = ctx.saved_tensors
+        flat = grad.reshape(len(grad), -1)
+        summed = torch.segment_reduce(flat, "sum", lengths=counts, axis=0, unsafe=True)
+        return summed.reshape(-1, *grad.shape[1:]), None, None
+
+
+def padded(run: Callable[[list[Tensor], Tensor | None, bool], tuple[Tensor, Tensor | None]]) -> Run:
+    """A `run` for :func:`scan` of a function over a batch [N, L, ...], padded on the right with zeros.
+
+    A row of zeros must leave the state as it is. `run` gets whether to return states. It is called for each batch of
+    :class:`.waves.Buckets`, so that less than half of the rows are padding where segments are long.
+    """
+
+    def of_batch(
+        rows: list[Tensor], initial: Tensor | None, batch: waves.Batch, keep: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        _, at, there = batch
+        filled = [x[0][at].masked_fill(~there.view(*there.shape, *[1] * (x.dim() - 2)), 0) for x in rows]
+        out, states = run(filled, initial, keep)
+        return out[there][None], states
+
+    def of_wave(rows: list[Tensor], initial: Tensor | None, wave: waves.Wave) -> tuple[Tensor, Tensor | None]:
+        batches, segments, order = wave.buckets
+        if segments is None or order is None:
+            return of_batch(rows, initial, batches[0], wave.keep)
+        parts = zip(*(_permuted(x, order).split([b.rows for b in batches], 1) for x in rows), strict=True)
+        initials: Sequence[Tensor | None] = [None] * len(batches)
+        again: AbstractContextManager[None] = nullcontext()
+        if initial is not None:
+            ordered = _permuted(initial[None], segments)[0]
+            initials = ordered.split([len(b.at) for b in batches])
+            again = gathered_again(ordered, initial, segments.order)
+        with again:
+            found = [
+                of_batch(list(x), state, batch, wave.keep)
+                for x, state, batch in zip(parts, initials, batches, strict=True)
+            ]
+        out = _permuted(torch.cat([out for out, _ in found], 1), order.inverse)
+        states = [state for _, state in found if state is not None]
+        return out, _permuted(torch.cat(states)[None], segments.inverse)[0] if states else None
+
+    return of_wave
+
+
+def _permuted(x: Tensor, by: waves.Permutation) -> Tensor:
+    found: Tensor = _Reordered.apply(x, *by)
+    return found

@@ -1,0 +1,450 @@
+"""The recurrent layers of transformers' models, and how a layout reaches their convolutions and scans.
+
+A recurrent layer of transformers calls functions of its modeling file and hands its keyword arguments on to them. So
+does a model to its layers. :func:`install` replaces these functions, once in a file, by functions that look for a
+`dualkv=layout` among their arguments; a call without it runs the function that was there. Nothing else of a model
+changes, and copies and pickles of models need no record of it. MiniMax's layer holds its recurrence itself: there the
+forward of its class is replaced in the same way. So are those of layers before transformers 5.17 (:mod:`.earlier`).
+
+With a layout, the packed functions run outside the graph of `torch.compile`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional as F
+
+from dualkv.integrations import flash_linear_attention
+from dualkv.integrations.transformers import masks
+from dualkv.integrations.transformers.recurrent import earlier, kernels
+from dualkv.integrations.transformers.recurrent.ops import convolve, convolve_at_once, padded, scan
+from dualkv.integrations.transformers.recurrent.walked import Walked
+from dualkv.integrations.transformers.recurrent.waves import Wave
+from dualkv.layout import Layout
+from dualkv.sequence_parallel import Shard
+
+Tensor = torch.Tensor
+
+CONV, FUSED = "causal_conv1d_fn", "mamba2_split_conv1d_scan_combined"
+DELTA, KDA, MAMBA2 = "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan"
+
+# The recurrent layers that run packed, by the names of their classes: the functions that their forward calls.
+MIXERS: dict[str, tuple[str, ...]] = {
+    "Qwen3NextGatedDeltaNet": (CONV, DELTA),
+    "Qwen3_5GatedDeltaNet": (CONV, DELTA),
+    "Qwen3_5MoeGatedDeltaNet": (CONV, DELTA),
+    "OlmoHybridGatedDeltaNet": (CONV, DELTA),
+    "KimiLinearDeltaAttention": (CONV, KDA),
+    "BailingHybridDeltaAttention": (CONV, KDA),
+    "NemotronHMamba2Mixer": (CONV, MAMBA2, FUSED),
+    "FalconH1Mixer": (CONV, MAMBA2, FUSED),
+    "BambaMixer": (CONV, MAMBA2, FUSED),
+    "GraniteMoeHybridMambaLayer": (CONV, MAMBA2, FUSED),
+    "Zamba2MambaMixer": (CONV, MAMBA2, FUSED),
+    "Lfm2ShortConv": (CONV,),
+    "Lfm2MoeShortConv": (CONV,),
+    "Lfm3ShortConv": (CONV,),
+    "MiniMaxLightningAttention": (),
+}
+
+# Blocks of Nemotron-H that have no rows but their own: they stand where other models have attention.
+POINTWISE = ("NemotronHMLP", "NemotronHMoE")
+
+# Entries of `config.layer_types` for the layers above; the layers themselves are checked, not these names.
+LAYER_TYPES = ("linear_attention", "conv", "hybrid", "mlp", "moe", "mamba", "attention")
+
+# Arguments by which a layer continues a sequence or separates sequences, which a layout does itself.
+STATES = ("initial_state", "initial_states", "output_final_state", "return_final_states")
+BORDERS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+
+
+# ---------------------------------------------------------------- the recurrent layers of a model
+def mixers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The recurrent layers that run packed: (name, module)."""
+    return [(name, module) for name, module in model.named_modules() if _known(type(module)) is not None]
+
+
+def pointwise(model: nn.Module) -> list[str]:
+    """The names of blocks that compute every row by itself and stand for a whole layer."""
+    return [name for name, module in model.named_modules() if _named(type(module), POINTWISE) is not None]
+
+
+def _named(cls: type[Any], names: Any) -> type[Any] | None:
+    """The class of transformers among `cls` and its bases (FSDP subclasses the classes of modules) with such a name."""
+    of_transformers = (c for c in cls.__mro__ if c.__module__.startswith("transformers.models."))
+    return next((c for c in of_transformers if c.__name__ in names), None)
+
+
+def _known(cls: type[Any]) -> type[Any] | None:
+    return _named(cls, MIXERS)
+
+
+def objections(decoder: nn.Module, attention: list[str]) -> Iterator[str]:
+    """Reasons why the recurrent layers of a decoder cannot run packed; `attention` names its attention modules."""
+    known = mixers(decoder)
+    for name, module in known:
+        cls = _known(type(module))
+        assert cls is not None
+        code = inspect.unwrap(cls.forward).__code__
+        missing = [seam for seam in MIXERS[cls.__name__] if seam not in code.co_names]
+        if "forward" in vars(module):
+            yield (
+                f"{name} ({cls.__name__}) has a forward of its own in place of its class's (kernels of the hub,"
+                " accelerate's hooks): it goes past the functions by which a layout reaches a recurrent layer"
+            )
+        elif earlier.knows(cls):
+            continue
+        elif missing or not code.co_flags & inspect.CO_VARKEYWORDS:
+            lacks = f"call {missing[0]}" if missing else "take keyword arguments"
+            yield (
+                f"{name} ({cls.__name__}) of transformers {transformers.__version__} does not {lacks}, by which a"
+                " layout reaches a recurrent layer"
+            )
+    names = [name for name, _ in known]
+    unknown: dict[str, nn.Module] = {}
+    for name, module in decoder.named_modules():
+        within = name in attention or any(name == other or name.startswith(f"{other}.") for other in names)
+        # A module around layers hands a cache on to them.
+        around = any(other.startswith(f"{name}.") for other in (*names, *attention)) or not name
+        if not within and not around and _looks_recurrent(module):
+            unknown[name] = module
+    for name, module in unknown.items():
+        if not any(other.startswith(f"{name}.") for other in unknown):  # those around are handed its cache
+            yield f"{name} ({type(module).__name__}) carries a recurrent state, and is of no kind that runs packed"
+    gated = any(DELTA in MIXERS[c.__name__] for _, m in known if (c := _known(type(m))) is not None)
+    if gated and (reason := flash_linear_attention.refusal()) is not None:
+        yield reason
+
+
+def _looks_recurrent(module: nn.Module) -> bool:
+    """Whether a module has what recurrent layers of transformers have: a convolution, decays or a cache of states."""
+    return (
+        any(isinstance(child, nn.Conv1d) for child in module.children())
+        or "A_log" in module._parameters
+        or "cache_params" in inspect.signature(type(module).forward).parameters
+    )
+
+
+# ---------------------------------------------------------------- installing the functions
+_REFERENCE = [False]  # whether calls without a layout run transformers' PyTorch functions; see on_reference
+INSTALLED: set[type] = set()  # classes of models that `install` has seen; dynamo reads it while it traces
+
+
+def install(model: nn.Module) -> None:
+    """Leads layouts to the recurrent layers of a model, and to others of its modeling file."""
+    found = {cls for _, module in mixers(model) if (cls := _known(type(module))) is not None}
+    for base in type(model).__mro__:
+        if base.__module__.startswith("transformers.models."):
+            found |= {cls for name, cls in vars(sys.modules[base.__module__]).items() if name in MIXERS}
+    for cls in found:
+        install_in(cls)
+    INSTALLED.add(type(model))
+
+
+def install_in(cls: type[Any]) -> None:
+    """Leads layouts to a class of recurrent layers."""
+    names = vars(sys.modules[cls.__module__])
+    if earlier.knows(cls):
+        _install_earlier(cls, names)
+        return
+    replaced = {seam: WRAPPERS[seam] for seam in MIXERS[cls.__name__]}
+    for seam, wrap in (replaced | {"create_recurrent_attention_mask": _mask}).items():
+        if seam in names and not hasattr(names[seam], "_of_dualkv"):
+            names[seam] = _marked(wrap(names[seam]))
+    if not replaced and not hasattr(cls.forward, "_of_dualkv"):
+        cls.forward = _marked(_lightning(cls.forward))
+
+
+def _install_earlier(cls: type[Any], names: dict[str, Any]) -> None:
+    if hasattr(cls.forward, "_of_dualkv"):
+        return
+    packed = earlier.packed_forward(cls, _conv(earlier.convolution), WRAPPERS[DELTA], _mamba2(earlier.chunk_scan))
+    cls.forward = _marked(earlier.replaced(cls.forward, packed))
+    earlier.speak(names, cls.__name__)
+
+
+def _marked(function: Any) -> Any:
+    function._of_dualkv = True
+    return function
+
+
+@contextmanager
+def on_reference(model: nn.Module) -> Iterator[None]:
+    """Runs the recurrent layers of a model by transformers' PyTorch functions, which run on the CPU.
+
+    transformers calls the kernels of an installed library for tensors on the CPU too.
+    """
+    install(model)
+    before, _REFERENCE[0] = _REFERENCE[0], True
+    try:
+        with earlier.in_one_chunk(mixer for _, mixer in mixers(model)):
+            yield
+    finally:
+        _REFERENCE[0] = before
+
+
+def _plain(own: Callable[..., Any]) -> Callable[..., Any]:
+    """The function for a call without a layout."""
+    return inspect.unwrap(own) if _REFERENCE[0] else own
+
+
+def _for(own: Callable[..., Any], x: Tensor) -> Callable[..., Any]:
+    """transformers' function for `x`: its PyTorch code on the CPU, where libraries' kernels do not run."""
+    return inspect.unwrap(own) if x.device.type == "cpu" else own
+
+
+def _checked(layout: Any, given: dict[str, Any]) -> Layout | Walked:
+    """The layout of a packed call; refuses what would continue or separate sequences beside it."""
+    if isinstance(layout, Shard):
+        raise ValueError(
+            "dualkv is a Shard, expected a dualkv.Layout: recurrent layers run without sequence parallelism"
+        )
+    if not isinstance(layout, Layout | Walked):
+        raise ValueError(f"dualkv is a {type(layout).__name__}, expected a dualkv.Layout")
+    for name in (*STATES, *BORDERS):
+        if given.get(name) is not None and given[name] is not False:
+            raise ValueError(f"{name} came together with dualkv: a layout says itself where sequences begin")
+    return layout
+
+
+def _meant(own: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that transformers' PyTorch function takes; it drops the others, which are of other layers."""
+    parameters = inspect.signature(inspect.unwrap(own)).parameters
+    return {name: given[name] for name in parameters if name in given and name not in STATES}
+
+
+# ---------------------------------------------------------------- convolutions
+def _conv(own: Callable[..., Any]) -> Callable[..., Any]:
+    """`causal_conv1d_fn(x [1, C, T], weight [C, k], bias, activation=)`."""
+
+    @wraps(own)
+    def call(*args: Any, dualkv: Any = None, **kwargs: Any) -> Any:
+        if dualkv is None:
+            return _plain(own)(*args, **kwargs)
+        return packed(dualkv, args, kwargs)
+
+    @torch.compiler.disable
+    def packed(dualkv: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        layout = _checked(dualkv, kwargs)
+        given = dict(zip(inspect.signature(inspect.unwrap(own)).parameters, args, strict=False)) | kwargs
+        activation = {"activation": given["activation"]} if "activation" in given else {}
+        x = given["hidden_states"]
+        weight, bias = given["weight"], given.get("bias")
+        conv = kernels.convolution(given.get("activation"), x.device)
+
+        def run(layout: Layout, x: Tensor) -> Tensor:
+            if conv is None:
+                return convolve(_for(own, x), layout, x, weight, bias, **activation)
+            return convolve_at_once(conv, layout, x, weight, bias, **activation)
+
+        return layout.convolve(run, x, weight.shape[-1] - 1) if isinstance(layout, Walked) else run(layout, x)
+
+    return call
+
+
+# ---------------------------------------------------------------- the gated delta rule and Kimi's delta attention
+def _delta_rule(kernel: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`(query, key, value, g=, beta=, ...) -> (out, state)`; rows with beta = 0 and g = 0 leave the state as it is."""
+
+    def wrap(own: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(own)
+        def call(*args: Any, dualkv: Any = None, **kwargs: Any) -> Any:
+            if dualkv is None:
+                return _plain(own)(*args, **kwargs)
+            return packed(dualkv, args, kwargs), None
+
+        @torch.compiler.disable
+        def packed(dualkv: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+            layout = _checked(dualkv, kwargs)
+            given = _meant(
+                own, dict(zip(inspect.signature(inspect.unwrap(own)).parameters, args, strict=False)) | kwargs
+            )
+            rows = [given.pop(name) for name in ("query", "key", "value", "g", "beta")]
+            if not layout.num_tokens:
+                return torch.zeros_like(rows[2])
+            function = kernels.library(kernel, rows[0].device)
+
+            def batch(rows: list[Tensor], initial: Tensor | None, keep: bool) -> tuple[Tensor, Tensor | None]:
+                q, k, v, g, beta = rows
+                found = _for(own, q)(q, k, v, g=g, beta=beta, initial_state=initial, output_final_state=keep, **given)
+                return found[0], found[1]
+
+            def varlen(rows: list[Tensor], initial: Tensor | None, wave: Wave) -> tuple[Tensor, Tensor | None]:
+                assert function is not None
+                return _varlen(function, rows[:3], {"g": rows[3], "beta": rows[4]}, initial, wave, given)
+
+            return scan(layout, rows, padded(batch) if function is None else varlen)
+
+        return call
+
+    return wrap
+
+
+def _varlen(
+    function: Callable[..., Any],
+    rows: list[Tensor],
+    gates: dict[str, Tensor],
+    initial: Tensor | None,
+    wave: Wave,
+    given: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """One call of a kernel of flash-linear-attention for a wave. Without cu_seqlens_cpu it would wait for the GPU."""
+    q, k, v = rows
+    out, states = function(
+        q,
+        k,
+        v,
+        **gates,
+        initial_state=initial,
+        output_final_state=wave.keep,
+        cu_seqlens=wave.cu_seqlens,
+        cu_seqlens_cpu=wave.cu_seqlens_cpu,
+        **given,
+    )
+    return out, states
+
+
+# ---------------------------------------------------------------- Mamba-2
+def _mamba2(own: Callable[..., Any]) -> Callable[..., Any]:
+    """`(x, dt, A, B, C, chunk_size=, D=, dt_bias=, ...) -> out`; a row with dt = 0 leaves the state as it is.
+
+    Bias, softplus and limits of dt are applied before the padding: a limit from below would make 0 another value.
+    """
+
+    @wraps(own)
+    def call(*args: Any, dualkv: Any = None, **kwargs: Any) -> Any:
+        if dualkv is None:
+            return _plain(own)(*args, **kwargs)
+        return packed(dualkv, args, kwargs)
+
+    @torch.compiler.disable
+    def packed(dualkv: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        layout = _checked(dualkv, kwargs)
+        if kwargs.get("z") is not None:
+            raise ValueError("mamba2_chunk_scan got a gate z together with dualkv: expected a gate outside of the scan")
+        given = _meant(own, dict(zip(inspect.signature(inspect.unwrap(own)).parameters, args, strict=False)) | kwargs)
+        x, dt, decay, b, c = (given.pop(name) for name in ("hidden_states", "dt", "A", "B", "C"))
+        if not layout.num_tokens:
+            return torch.zeros_like(x)
+        dt = _step(dt, given.pop("dt_bias", None), given.pop("dt_softplus", False), given.pop("dt_limit", None))
+
+        def batch(rows: list[Tensor], initial: Tensor | None, keep: bool) -> tuple[Tensor, Tensor | None]:
+            x, dt, b, c = rows
+            found = _for(own, x)(x, dt, decay, b, c, initial_states=initial, return_final_states=keep, **given)
+            return found if keep else (found, None)
+
+        return scan(layout, [x, dt, b, c], padded(batch))
+
+    return call
+
+
+def _step(dt: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[float, float] | None) -> Tensor:
+    """[1, T, H] the length of the step of each row, in fp32 at least."""
+    dt = dt.to(torch.promote_types(dt.dtype, torch.float32))
+    if bias is not None:
+        dt = dt + bias.to(dt.dtype)
+    if softplus:
+        dt = F.softplus(dt)
+    return dt if limit is None else dt.clamp(*limit)
+
+
+def _fused(own: Callable[..., Any]) -> Callable[..., Any]:
+    """`mamba2_split_conv1d_scan_combined`, all in one kernel: None sends a layer to the functions above."""
+
+    @wraps(own)
+    def call(*args: Any, dualkv: Any = None, **kwargs: Any) -> Any:
+        return _plain(own)(*args, **kwargs) if dualkv is None else None
+
+    return call
+
+
+# ---------------------------------------------------------------- MiniMax
+def _lightning(own: Callable[..., Any]) -> Callable[..., Any]:
+    """`MiniMaxLightningAttention.forward`."""
+
+    @wraps(own)
+    def forward(layer: Any, hidden_states: Tensor, *args: Any, dualkv: Any = None, **kwargs: Any) -> Any:
+        if dualkv is None:
+            return own(layer, hidden_states, *args, **kwargs)
+        earlier.refuse_cache(kwargs)
+        return packed(layer, hidden_states, dualkv, kwargs), None
+
+    @torch.compiler.disable
+    def packed(layer: Any, hidden_states: Tensor, dualkv: Any, kwargs: dict[str, Any]) -> Tensor:
+        layout = _checked(dualkv, kwargs)
+        shape = 1, layout.num_tokens, layer.num_attention_heads, 3 * layer.head_dim
+        rows = layer.act_fn(layer.qkv_proj(hidden_states)).view(shape).split(layer.head_dim, -1)
+        out = _lightning_scan(layout, list(rows), layer.slope_rate, layer.block_size).flatten(2)
+        return layer.out_proj(torch.sigmoid(layer.output_gate(hidden_states)) * layer.norm(out))
+
+    return forward
+
+
+def _lightning_scan(layout: Layout | Walked, rows: list[Tensor], slope: Tensor, block: int) -> Tensor:
+    """q, k, v [1, T, H, D] and slope [H, 1, 1] -> [1, T, H, D]: state = exp(-slope) * state + k v^T, out = q state."""
+    if not layout.num_tokens:
+        return torch.zeros_like(rows[2])
+    function = kernels.library("chunk_simple_gla", rows[0].device)
+    slope = slope.to(torch.promote_types(rows[0].dtype, torch.float32))
+
+    def varlen(rows: list[Tensor], initial: Tensor | None, wave: Wave) -> tuple[Tensor, Tensor | None]:
+        assert function is not None
+        return _varlen(function, rows, {"g_gamma": -slope.flatten()}, initial, wave, {"scale": 1.0})
+
+    def batch(rows: list[Tensor], initial: Tensor | None, keep: bool) -> tuple[Tensor, Tensor | None]:
+        return _lightning_blocks(rows, initial, slope, block)
+
+    if function is not None:
+        return scan(layout, rows, varlen)
+    exists = torch.ones_like(rows[0][:, :, 0, 0])  # [1, T]; 0 at padding, for which no time passes
+    return scan(layout, [*rows, exists], padded(batch))
+
+
+def _lightning_blocks(rows: list[Tensor], state: Tensor | None, slope: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """q, k, v [N, L, H, D], exists [N, L] -> out [N, L, H, D] and states [N, H, D, D], block by block of rows."""
+    dtype = rows[0].dtype
+    results = []
+    for q, k, v, exists in zip(*(x.split(block, 1) for x in rows), strict=True):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [N, H, L, D]
+        age = exists.to(slope.dtype).cumsum(1)[:, None]  # [N, 1, L]
+        since = age[..., :, None] - age[..., None, :]  # [N, 1, L, L]
+        decay = torch.exp(-slope * since.clamp(min=0)).tril().to(dtype)
+        out = ((q @ k.transpose(-1, -2)) * decay) @ v
+        rest = torch.exp(-slope * (age[..., -1:] - age)[..., None]).to(dtype)  # [N, H, L, 1]
+        new = (k * rest).transpose(-1, -2) @ v
+        if state is not None:
+            out = out + (q * torch.exp(-slope * age[..., None]).to(dtype)) @ state
+            new = new + torch.exp(-slope * age[..., -1:, None]).to(dtype) * state
+        state = new
+        results.append(out.transpose(1, 2))
+    assert state is not None
+    return torch.cat(results, 1), state
+
+
+# ---------------------------------------------------------------- masks
+def _mask(own: Callable[..., Any]) -> Callable[..., Any]:
+    """`create_recurrent_attention_mask`: a packed call has no padding for a recurrent layer to hide."""
+
+    @wraps(own)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return None if masks.is_request(kwargs.get("attention_mask")) else own(*args, **kwargs)
+
+    return call
+
+
+WRAPPERS: dict[str, Callable[..., Any]] = {
+    CONV: _conv,
+    DELTA: _delta_rule("chunk_gated_delta_rule"),
+    KDA: _delta_rule("chunk_kda"),
+    MAMBA2: _mamba2,
+    FUSED: _fused,
+}

@@ -1,0 +1,173 @@
+"""The common parts of TRL's trainers on packed rows: refusals of models, packing, the load balancing loss, counts of
+rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from transformers import AutoConfig
+
+from dualkv.arrays import check_gib
+from dualkv.data.gain import pays_over
+from dualkv.data.packing import PackedBatch, pack_padded
+from dualkv.data.trees import PackedSequences, pack_tree
+from dualkv.integrations.transformers import adapters, enable, layers, recompute_layers, support
+from dualkv.integrations.transformers.experts import load_balancing_loss
+from dualkv.prefixes import PrefixTree, read_sequences
+
+Batch = dict[str, Any]
+
+MIN_SHARED = 8  # tokens: parts that begin alike for fewer are repeated, which keeps segments long
+
+
+def refuse_model(model: Any) -> None:
+    """Raises ValueError for a model that cannot be packed, before TRL loads weights and starts vLLM."""
+    if isinstance(model, str):
+        try:
+            model = support.without_weights(AutoConfig.from_pretrained(model))
+        except Exception:
+            # The path, revision or code may need TRL's own arguments; `enable` checks the model that TRL makes.
+            return
+    support.refuse(model)
+
+
+def refuse_trainer(trainer: Any) -> None:
+    """Raises ValueError for a trainer with noise by the length of rows (NEFTune), or whose model has PEFT adapters that
+    cannot run packed."""
+    if (alpha := trainer.args.neftune_noise_alpha) is not None:
+        raise ValueError(
+            f"neftune_noise_alpha is {alpha}, noise divided by the square root of the length of a row, and rows of a"
+            " prompt belong to sequences of several lengths: leave it out, or use TRL's own trainer"
+        )
+    for sentence in adapters.objections(trainer.model, layers.decoders(trainer.model)):
+        raise ValueError(sentence)
+
+
+def refuse_memory(fast: bool, memory: float | None) -> None:
+    """Raises TypeError for a limit that is no number, and ValueError for one that is not positive or without `fast`."""
+    if memory is not None:
+        check_gib("memory", memory)
+        if not fast:
+            raise ValueError(f"memory is {memory} GiB together with fast={fast}, expected fast=True")
+
+
+def enable_policy(model: nn.Module, fast: bool, memory: float | None) -> None:
+    """Enables a model that is trained, `fast` or not, with a limit of `memory` GiB where that is not None."""
+    enable(model, fast=fast)
+    if memory is not None:
+        recompute_layers(model, "attention", memory=memory)
+
+
+def enable_all(trainer: Any, fast: bool, memory: float | None) -> None:
+    """Enables the policy, as :func:`enable_policy` does, and the reference model of a trainer."""
+    enable_policy(trainer.model, fast, memory)
+    if trainer.ref_model is not None:
+        enable(trainer.ref_model)
+
+
+def without_adapters(model: Any) -> Any:
+    """The transformers model within a PEFT model; any other model as it is."""
+    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+
+
+def pack_rollouts(
+    prompt_ids: torch.Tensor,
+    prompt_mask: torch.Tensor,
+    response_ids: torch.Tensor,
+    response_mask: torch.Tensor,
+    media: list[Batch] | None = None,
+) -> PackedBatch | PackedSequences:
+    """A micro-batch for TRL's head, which takes one label a row: two rollouts share a token if they share the next one.
+
+    Equal prompts are packed once. Without media, so is everything else that rollouts begin with in common, if that
+    saves enough (:func:`dualkv.data.gain.pays_over`); then parts of fewer than `MIN_SHARED` tokens are repeated.
+
+    Args:
+        prompt_ids, prompt_mask, response_ids, response_mask, media: as for :func:`dualkv.pack_padded`.
+
+    Raises:
+        ValueError: as for :func:`dualkv.pack_padded`.
+    """
+    batch = pack_padded(prompt_ids, prompt_mask, response_ids, response_mask, labels="roll", media=media)
+    if media is not None or batch.num_response_tokens == 0:
+        return batch
+    prompts, responses = tokens_of_rows(prompt_ids, prompt_mask), tokens_of_rows(response_ids, response_mask)
+    sequences = joined(prompts, responses)
+    tree, layout = prefix_tree(sequences), batch.layout
+    if not pays_over(tree.parent, tree.length, (layout.parent.numpy(), np.diff(layout.offsets.numpy()))):
+        return batch
+    masks = [np.arange(len(p) + len(r)) >= len(p) for p, r in zip(prompts, responses, strict=True)]
+    return pack_tree(tree, sequences, masks, "roll", prompt_ids.device)
+
+
+def tokens_of_rows(ids: torch.Tensor, mask: torch.Tensor) -> list[npt.NDArray[Any]]:
+    """ids, mask [N, L] -> N int64 arrays on the host of the tokens where the mask is set."""
+    return [row[own] for row, own in zip(ids.long().cpu().numpy(), (mask != 0).cpu().numpy(), strict=True)]
+
+
+def joined(prompts: list[npt.NDArray[Any]], responses: list[npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
+    """N times [P_i] and [R_i] -> N times [P_i + R_i]."""
+    return [np.concatenate(pair) for pair in zip(prompts, responses, strict=True)]
+
+
+def prefix_tree(sequences: list[npt.NDArray[Any]]) -> PrefixTree:
+    """Build the tree that :func:`pack_rollouts` uses for sequences where everything is shared."""
+    return read_sequences(sequences, MIN_SHARED)[1].at_least(MIN_SHARED).one_label_a_row().tree()
+
+
+def rows_of_tokens(batch: PackedBatch | PackedSequences) -> torch.Tensor:
+    """[M] the packed row that predicts each token of the responses, end to end; a row may predict several of them."""
+    return torch.cat(batch.unpack(batch.predict_rows))
+
+
+def at_tokens(values: torch.Tensor, rows: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """values [1, T] of packed rows, rows [M] of :func:`rows_of_tokens` -> [N, R], 0 where response_mask is not set.
+
+    Gradients of a row that predicts several tokens are summed in a fixed order.
+    """
+    own = values[0][rows]  # the gradient of index_select is summed by atomics
+    return own.new_zeros(response_mask.shape).masked_scatter(response_mask != 0, own)
+
+
+def count_rows(trainer: Any, batch: PackedBatch | PackedSequences, padded: torch.Tensor) -> None:
+    """Adds to a trainer's metrics the rows of a micro-batch, packed and padded."""
+    layout = batch.layout
+    metrics = trainer._metrics["train" if trainer.model.training else "eval"]
+    for name, value in {
+        "tokens_packed": layout.num_tokens,
+        "tokens_padded": padded.numel(),
+        "dedup_ratio": padded.numel() / layout.num_tokens,
+    }.items():
+        metrics[f"dualkv/{name}"].append(value)
+
+
+def call(
+    model: Callable[..., Any], plain: nn.Module, batch: PackedBatch | PackedSequences, with_aux_loss: bool
+) -> tuple[Any, torch.Tensor | None]:
+    """The outputs of TRL's head, and if asked for the load balancing loss of the padded batch (TRL's head counts packed
+    rows).
+
+    Args:
+        model: takes the batch and `fused_lm_head=True`.
+        plain: the same model without wrappers.
+        batch: of :func:`pack_rollouts`.
+        with_aux_loss: for a mixture of experts.
+    """
+    inputs = {"input_ids": batch.input_ids, "shift_labels": batch.labels, "dualkv": batch.layout}
+    if isinstance(batch, PackedBatch):
+        inputs |= batch.media
+    if not with_aux_loss:
+        return model(**inputs, fused_lm_head=True), None
+    found: list[Any] = []
+    decoder = cast(Any, plain).get_decoder()
+    hook = decoder.register_forward_hook(lambda _module, _args, out: found.append(out.router_logits))
+    try:
+        outputs = model(**inputs, fused_lm_head=True, output_router_logits=True)
+    finally:
+        hook.remove()
+    return outputs, load_balancing_loss(plain, found[0], batch)

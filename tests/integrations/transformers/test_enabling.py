@@ -1,0 +1,515 @@
+"""`dualkv.integrations.transformers`: packed groups against the same model run on every replicated sequence alone."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dualkv
+
+tf = pytest.importorskip("transformers")
+
+from transformers.masking_utils import AttentionMaskInterface  # noqa: E402
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface  # noqa: E402
+
+from dualkv.integrations.transformers import (  # noqa: E402
+    KEEP,
+    disable,
+    enable,
+    enabling,
+    media,
+    recompute_layers,
+)
+from tests.integrations.tiny import (  # noqa: E402
+    ARCHITECTURES,
+    LAYOUT,
+    TREE,
+    VOCAB,
+    Losses,
+    assert_close,
+    gradients,
+    hooks,
+    make_model,
+    paths,
+    token_ids,
+)
+
+
+@contextmanager
+def double_throughout(name: str) -> Iterator[None]:
+    """transformers computes norms and routers in float32 whatever the model's dtype; here they stay in float64."""
+
+    class Torch:
+        float32 = float = torch.float64
+
+        def __getattr__(self, attribute: str) -> Any:
+            return getattr(torch, attribute)
+
+    module = getattr(tf.models, name)
+    modeling = getattr(module, f"modeling_{name}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modeling, "torch", Torch())
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        yield
+
+
+@functools.cache
+def replicated(
+    name: str, dtype: torch.dtype, layout: dualkv.Layout = LAYOUT
+) -> tuple[list[torch.Tensor], torch.Tensor, dict[str, torch.Tensor]]:
+    """Hidden states of every path, log-probs and gradients of the plain model, each sequence alone."""
+    model = make_model(name, dtype).train()
+    hidden, logp, loss = Losses(layout, token_ids(layout), dtype).replicated(model)
+    loss.backward()
+    return hidden, logp.detach(), gradients(model)
+
+
+def check_against_replicated(
+    name: str,
+    dtype: torch.dtype,
+    tolerance: float,
+    prepare: Callable[[Any], Any] = lambda model: model,
+    layout: dualkv.Layout = LAYOUT,
+) -> None:
+    hidden, logp, expected = replicated(name, dtype, layout)
+    model = make_model(name, dtype).train()
+    losses = Losses(layout, token_ids(layout), dtype)
+    out = prepare(enable(model))(input_ids=losses.ids, dualkv=layout, output_hidden_states=True)
+    got_hidden, (got_logp, loss) = out.hidden_states[-1][0], losses.of_packed(out)
+    loss.backward()
+    for (path, _), reference in zip(paths(layout), hidden, strict=True):
+        assert_close(f"hidden states of rows {path}", got_hidden[path], reference, tolerance)
+    assert_close("log-probs", got_logp, logp, tolerance)
+    assert expected
+    for parameter, gradient in gradients(model).items():
+        assert_close(parameter, gradient, expected[parameter], tolerance)
+
+
+def checkpointed(model: Any, use_reentrant: bool) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # renamed in later versions
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+    return model
+
+
+# ---------------------------------------------------------------- with a layout
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_packed_is_replicated_float64(name: str) -> None:
+    with double_throughout(name):
+        check_against_replicated(name, torch.float64, 1e-10)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_packed_is_replicated_float32(name: str) -> None:
+    check_against_replicated(name, torch.float32, 1e-5)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_gradient_checkpointing(name: str) -> None:
+    check_against_replicated(name, torch.float32, 1e-5, lambda model: checkpointed(model, use_reentrant=False))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_tree_is_its_paths_float64(name: str) -> None:
+    """Tokens of inner segments are in the loss of every path below them."""
+    with double_throughout(name):
+        check_against_replicated(name, torch.float64, 1e-10, layout=TREE)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_tree_with_gradient_checkpointing(use_reentrant: bool) -> None:
+    check_against_replicated("qwen3", torch.float32, 1e-5, lambda model: checkpointed(model, use_reentrant), TREE)
+
+
+def test_pack_sequences_through_a_model() -> None:
+    """Token lists become rows of log-probs, which equal those of each sequence alone; each sequence masks the shared
+    part in its own way."""
+    sequences = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 4, 4], [5, 6, 3], [5, 6, 7], [9, 9], [5, 6, 7, 8, 9]]
+    masks = [[i > 0 and (i + k) % 3 > 0 for i in range(len(s))] for k, s in enumerate(sequences)]
+    model = make_model().train()
+    batch = dualkv.pack_sequences(sequences, masks)
+    assert batch.layout.depth == 4
+    hidden = enable(model).model(
+        input_ids=batch.input_ids, position_ids=batch.position_ids, dualkv=batch.layout
+    ).last_hidden_state  # fmt: skip
+    rows = batch.unpack(dualkv.response_logprobs(hidden, model.lm_head.weight, batch)[0])
+    weights = [torch.randn(len(row), generator=torch.Generator().manual_seed(k)) for k, row in enumerate(rows)]
+    sum((w * row).sum() for w, row in zip(weights, rows, strict=True)).backward()
+    alone = make_model().train()
+    loss = torch.zeros(())
+    for s, mask, weight, row in zip(sequences, masks, weights, rows, strict=True):
+        ids = torch.tensor(s)
+        logp = alone(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        logp = logp[torch.tensor(mask[1:])]
+        assert_close("log-probs", row, logp, 1e-5)
+        loss = loss + (weight * logp).sum()
+    loss.backward()
+    for parameter, gradient in gradients(alone).items():
+        assert_close(parameter, gradients(model)[parameter], gradient, 1e-5)
+
+
+def test_reentrant_gradient_checkpointing() -> None:
+    check_against_replicated("qwen3", torch.float32, 1e-5, lambda model: checkpointed(model, use_reentrant=True))
+
+
+class Count(TorchDispatchMode):
+    """A mode that counts how often some ops run."""
+
+    def __init__(self, *ops: Any) -> None:
+        super().__init__()
+        self.ops, self.count = ops, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in self.ops
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("keep", KEEP)
+def test_recomputed_layers_keep_what_they_are_told(name: str, keep: str) -> None:
+    check_against_replicated(name, torch.float32, 1e-5, lambda model: recompute_layers(model, keep))
+
+
+def test_kept_attention_and_products_are_not_computed_again() -> None:
+    """Two layers of seven products each, of which a recomputation leaves out the last: no backward reads its result."""
+    attention, products = torch.ops.dualkv.fwd.default, torch.ops.aten.mm.default
+    losses = Losses(LAYOUT, token_ids(LAYOUT), torch.float32)
+    for keep, again in (("nothing", (2, 12)), ("attention", (0, 12)), ("products", (0, 0))):
+        model = recompute_layers(enable(make_model().train()), keep)
+        _, loss = losses.packed(model)
+        with Count(attention) as attentions, Count(products) as mms:
+            loss.backward()
+        backward = 2 * (2 * 7 + 1)  # of the layers and of the head, two for each
+        assert (attentions.count, mms.count - backward) == again, keep
+
+
+def test_recomputation_is_refused_where_it_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="keep is 'all', expected one of nothing, attention, products"):
+        recompute_layers(make_model(), "all")
+
+    def liger(*_: Any) -> None: ...
+
+    liger.__module__ = "liger_kernel.transformers.rope"
+    for name in ("llama", "qwen3"):
+        monkeypatch.setattr(getattr(getattr(tf.models, name), f"modeling_{name}"), "apply_rotary_pos_emb", liger)
+    recompute_layers(make_model("qwen3"), "products")  # its norms lie between
+    recompute_layers(make_model("llama"), "attention")
+    with pytest.raises(ValueError, match=r"model.layers.0.self_attn \(LlamaAttention\) rotates its projections"):
+        recompute_layers(make_model("llama"), "products")
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_packed_does_not_depend_on_the_own_implementation(attention: str) -> None:
+    with double_throughout("qwen3"):
+        logits = enable(make_model(dtype=torch.float64, attention=attention))(
+            input_ids=token_ids(LAYOUT), position_ids=LAYOUT.position_ids[None], dualkv=LAYOUT
+        ).logits
+        same = enable(make_model(dtype=torch.float64))(input_ids=token_ids(LAYOUT), dualkv=LAYOUT).logits
+    assert torch.equal(logits, same)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    logp, loss = Losses(LAYOUT, token_ids(LAYOUT), dtype).packed(enable(model := make_model(dtype=dtype)))
+    loss.backward()
+    assert all(gradient.isfinite().all() for gradient in gradients(model).values())
+    assert logp.dtype == dtype
+    assert_close("log-probs", logp.float(), replicated("qwen3", torch.float32)[1], 0.05)
+
+
+def test_inputs_embeds_and_no_position_ids() -> None:
+    model, ids = enable(make_model()), token_ids(LAYOUT)
+    expected = model(input_ids=ids, position_ids=LAYOUT.position_ids[None], dualkv=LAYOUT).logits
+    out = model(inputs_embeds=model.get_input_embeddings()(ids), dualkv=LAYOUT)
+    assert torch.equal(out.logits, expected)
+    assert out.past_key_values is None  # although the config says use_cache=True
+    assert torch.equal(model.model(ids, dualkv=LAYOUT).last_hidden_state, model.model(ids, dualkv=LAYOUT)[0])
+
+
+class LargestTensor(TorchDispatchMode):
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, torch.Tensor):
+                self.numel = max(self.numel, x.untyped_storage().nbytes() // x.element_size())
+        return out
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_no_mask_of_t_by_t_is_made(attention: str) -> None:
+    layout = dualkv.Layout.from_lengths([200, 90], [[40] * 3, [30] * 3])
+    model, ids, t = enable(make_model(attention=attention)), token_ids(layout), layout.num_tokens
+    with LargestTensor() as packed:
+        model(input_ids=ids, dualkv=layout).logits.sum().backward()
+    assert t * VOCAB <= packed.numel < t * t
+    with LargestTensor() as own, torch.no_grad():
+        model(input_ids=ids, position_ids=layout.position_ids[None], use_cache=False)
+    assert own.numel >= t * t  # what would have been made
+
+
+def test_deterministic_reaches_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    def spy(*args: Any, deterministic: bool, **kwargs: Any) -> torch.Tensor:
+        seen.append(deterministic)
+        return dualkv.attention(*args, deterministic=deterministic, **kwargs)
+
+    monkeypatch.setattr(enabling, "attention", spy)
+    model = enable(enable(make_model()), deterministic=True)
+    model(input_ids=token_ids(LAYOUT), dualkv=LAYOUT)
+    enable(model)(input_ids=token_ids(LAYOUT), dualkv=LAYOUT)
+    assert seen == [True, True, False, False]
+
+
+def test_shift_labels_give_the_packed_loss() -> None:
+    model, ids = enable(make_model()), token_ids(LAYOUT)
+    labels = torch.full_like(ids, -100)
+    for path, shared in paths(LAYOUT):
+        labels[0, path[shared:-1]] = ids[0, path[shared + 1 :]]
+    out = model(input_ids=ids, dualkv=LAYOUT, labels=labels, shift_labels=labels)
+    expected = nn.functional.cross_entropy(out.logits[0], labels[0], ignore_index=-100)
+    torch.testing.assert_close(out.loss, expected)
+
+
+# ---------------------------------------------------------------- torch.compile
+def other_layouts() -> list[dualkv.Layout]:
+    cases = [([6, 2], [[4, 0, 9], [2, 6]]), ([9], [[3, 5]]), ([4, 8, 1], [[3], [1, 2], [6]]), ([11], [[3, 0, 4, 7]])]
+    return [*(dualkv.Layout.from_lengths(*case) for case in cases), TREE]
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "checkpoint", "backend"),
+    [(None, False, "aot_eager"), (True, True, "eager")],
+    ids=["stored", "checkpointed"],
+)
+def test_one_graph_for_all_layouts(dynamic: bool | None, checkpoint: bool, backend: str) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    media._FAMILY.clear(), media._CONTAINS.clear()  # the first call of a process is a compiled one
+    stats = torch._dynamo.utils.counters["stats"]
+    model, eager = (enable(make_model(num_hidden_layers=1).train()) for _ in range(2))
+    if checkpoint:
+        checkpointed(model, use_reentrant=False)
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
+    graphs = []
+    for layout in [LAYOUT, *other_layouts()]:
+        model.zero_grad(), eager.zero_grad()
+        losses = Losses(layout, token_ids(layout), torch.float32)
+        kwargs = {"position_ids": layout.position_ids[None], "use_cache": False}
+        logp, loss = losses.packed(compiled, **kwargs)
+        expected, expected_loss = losses.packed(eager, **kwargs)
+        loss.backward(), expected_loss.backward()
+        assert_close("log-probs", logp, expected, 1e-5)
+        for parameter, gradient in gradients(eager).items():
+            assert_close(parameter, gradients(model)[parameter], gradient, 1e-5)
+        graphs.append(stats["unique_graphs"])
+    assert graphs[-1] <= (1 if dynamic else 2), f"graphs after each batch: {graphs}"
+    assert graphs[1:] == [graphs[1]] * (len(graphs) - 1), f"graphs after each batch: {graphs}"
+
+
+def test_a_compiled_model_checks_every_batch() -> None:
+    torch._dynamo.reset()
+    model = torch.compile(enable(make_model(num_hidden_layers=1)), backend="eager", fullgraph=True, dynamic=True)
+    ids, positions = token_ids(LAYOUT), LAYOUT.position_ids[None]
+    model(input_ids=ids, position_ids=positions, dualkv=LAYOUT)
+    with pytest.raises(ValueError, match=r"position_ids\[0, 4\] is 0, the layout's is 4"):
+        model(input_ids=ids, position_ids=positions.remainder(4), dualkv=LAYOUT)
+    with pytest.raises(ValueError, match="given 44 tokens, the layout has 45"):
+        model(input_ids=ids[:, 1:], position_ids=positions[:, 1:], dualkv=LAYOUT)
+
+
+# ---------------------------------------------------------------- without a layout
+def padded_batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, VOCAB, (3, 12), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    mask[2, :2] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def plain_outputs(model: Any) -> list[torch.Tensor]:
+    """Run a model without a layout: padded, with gradients, packed by position, from a cache, generation."""
+    batch = padded_batch()
+    model.zero_grad()
+    out = model(**batch)
+    out.logits.square().sum().backward()
+    results = [out.logits.detach(), *gradients(model).values()]
+    static_cache = {"cache_implementation": "static", "disable_compile": True}
+    with torch.no_grad():
+        positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4]])
+        results.append(model(input_ids=batch["input_ids"][:1], position_ids=positions, use_cache=False).logits)
+        first = model(input_ids=batch["input_ids"][1:2, :7])
+        results.append(model(input_ids=batch["input_ids"][1:2, 7:], past_key_values=first.past_key_values).logits)
+        results.append(model.generate(**batch, max_new_tokens=5, do_sample=False))
+        results.append(model.generate(**batch, max_new_tokens=3, do_sample=False, **static_cache))
+    return [x.clone() for x in results]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_without_a_layout_nothing_changes(name: str, attention: str) -> None:
+    model = make_model(name, attention=attention)
+    before = plain_outputs(model)
+    enabled = plain_outputs(enable(model))
+    model(input_ids=token_ids(LAYOUT), dualkv=LAYOUT)
+    after_a_packed_call = plain_outputs(model)
+    disabled = plain_outputs(disable(model))
+    assert model.config._attn_implementation == attention
+    for results in (enabled, after_a_packed_call, disabled):
+        assert len(results) == len(before)
+        assert all(torch.equal(a, b) for a, b in zip(results, before, strict=True))
+
+
+def test_sliding_windows_still_work_without_a_layout() -> None:
+    model = make_model("mistral", sliding_window=3)
+    before = plain_outputs(model)
+    assert all(torch.equal(a, b) for a, b in zip(plain_outputs(enable(model, check=False)), before, strict=True))
+    assert not torch.equal(before[0], plain_outputs(make_model("mistral"))[0])  # the window matters
+
+
+def test_models_with_different_implementations_in_one_process() -> None:
+    models = {name: enable(make_model(attention=name)) for name in ("eager", "sdpa")}
+    for name, model in models.items():
+        out = model(**padded_batch(), output_attentions=True)
+        assert len(out.attentions) == (2 if name == "eager" else 0)  # only eager attention returns weights
+        assert torch.equal(out.logits, make_model(attention=name)(**padded_batch()).logits)
+
+
+def test_an_implementation_of_the_user_sees_its_own_name(request: pytest.FixtureRequest) -> None:
+    """A function of the user reads its own name in the module's config, as FlashAttention's does to choose kernels."""
+    seen = []
+
+    def recording(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        seen.append((module.config._attn_implementation, module.config.hidden_size, module.num_key_value_groups))
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, *args, **kwargs)
+
+    AttentionInterface.register("recording", recording)
+    request.addfinalizer(lambda: AttentionInterface._global_mapping.pop("recording"))
+    AttentionMaskInterface.register("recording", AttentionMaskInterface()["sdpa"])
+    request.addfinalizer(lambda: AttentionMaskInterface._global_mapping.pop("recording"))
+    model = enable(make_model(attention="recording"))
+    assert torch.equal(model(**padded_batch()).logits, make_model()(**padded_batch()).logits)
+    assert seen == [("recording", 48, 3)] * 2
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(**padded_batch()).logits, make_model()(**padded_batch()).logits)
+
+
+# ---------------------------------------------------------------- enable, disable, copies, wrappers
+def test_enable_and_disable_twice() -> None:
+    model = make_model()
+    assert disable(model) is model
+    assert enable(model) is model
+    name, count = model.config._attn_implementation, hooks(model)
+    assert enable(model) is model
+    assert (model.config._attn_implementation, hooks(model)) == (name, count)
+    assert disable(disable(model)) is model
+    assert model.config._attn_implementation == "sdpa"
+    assert hooks(model) == 0
+
+
+def test_deepcopy_is_enabled_by_itself() -> None:
+    model = enable(make_model())
+    expected = model(input_ids=token_ids(LAYOUT), dualkv=LAYOUT).logits
+    reference = copy.deepcopy(model)
+    disable(model)
+    assert torch.equal(reference(input_ids=token_ids(LAYOUT), dualkv=LAYOUT).logits, expected)
+    disable(reference)
+    assert hooks(reference) == 0
+    assert torch.equal(reference(**padded_batch()).logits, model(**padded_batch()).logits)
+
+
+def test_pickle_keeps_it_enabled() -> None:
+    model, file = enable(make_model()), io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    expected = model(input_ids=token_ids(LAYOUT), dualkv=LAYOUT).logits
+    assert torch.equal(loaded(input_ids=token_ids(LAYOUT), dualkv=LAYOUT).logits, expected)
+
+
+def test_a_saved_model_loads_anywhere(tmp_path: Any) -> None:
+    model = enable(make_model())
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert "dualkv" not in json.dumps(saved)
+    loaded = tf.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config._attn_implementation == "sdpa"
+    assert torch.equal(loaded(**padded_batch()).logits, model(**padded_batch()).logits)
+
+
+class Wrapper(nn.Module):
+    """Adapters wrap like this: they call `forward`, so hooks of the wrapped model itself do not run."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.base_model = model
+
+    def forward(self, **kwargs: Any) -> Any:
+        return self.base_model.forward(**kwargs)
+
+
+def test_wrapped_models() -> None:
+    expected = enable(make_model())(input_ids=token_ids(LAYOUT), dualkv=LAYOUT).logits
+    for wrapped in (enable(Wrapper(make_model())), Wrapper(enable(make_model()))):
+        assert torch.equal(wrapped(input_ids=token_ids(LAYOUT), dualkv=LAYOUT).logits, expected)
+    decoder = Wrapper(enable(make_model()).model)  # here the hook that prepares the call is passed by
+    with pytest.raises(ValueError, match="got a layout outside a call of its enabled model"):
+        decoder(input_ids=token_ids(LAYOUT), dualkv=LAYOUT)
+
+
+@pytest.fixture
+def process_group(tmp_path: Any) -> Iterator[None]:
+    dist = torch.distributed
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_data_parallel_wrappers_pass_the_layout_on(wrap: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def prepare(model: Any) -> Any:
+        if wrap == "ddp":
+            return nn.parallel.DistributedDataParallel(model)
+        mesh = init_device_mesh("cpu", (1,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    expected = replicated("qwen3", torch.float32)[2]
+    model = make_model().train()
+    Losses(LAYOUT, token_ids(LAYOUT), torch.float32).packed(prepare(enable(model)))[1].backward()
+    for parameter, gradient in gradients(model).items():
+        whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        assert_close(parameter, whole, expected[parameter], 1e-5)
+    enable(model)  # again, after the wrapping
+
+
+def test_a_compiled_step_may_be_the_first_to_ask_for_positions() -> None:
+    model = enable(make_model("qwen3"))
+    ids = token_ids(LAYOUT)
+
+    def step(layout: dualkv.Layout) -> torch.Tensor:
+        return model.model(input_ids=ids, position_ids=layout.position_ids[None], dualkv=layout).last_hidden_state
+
+    fresh = copy.deepcopy(LAYOUT)
+    assert torch.equal(torch.compile(step, backend="eager")(fresh), step(LAYOUT))
+    assert type(fresh.position_ids) is torch.Tensor
