@@ -98,12 +98,14 @@ class BackwardContainment:
         """Keep what is not finite in the rows of Q and dO of a block with the keys that see them.
 
         Args:
-            acc_dV: takes what is not finite in rows of dO, if given; `remove_from` has dO then.
+            acc_dV: takes what is not finite in rows of dO, if given.
             acc_dP: is 0 of hidden pairs after this, if given; its first query row is `dP_row` of the block.
             remove_from: "Q" and "dO", as far as the tile loses what is not finite.
             wg: warp group that does this alone, once it has read the tiles; None: all MMA warps do, and agree on it.
         """
         if self.any_broken(s.stats, stage, m0, mask):
+            if const_expr(acc_dV is not None):
+                self.add_not_finite(acc_dV, s.dO[None, None, do_stage], s.stats, stage, m0, mask)
             if const_expr(acc_dP is not None):
                 self.zero_hidden(acc_dP, m0 + dP_row, mask)
             if const_expr(len(remove_from) > 0):
@@ -111,18 +113,13 @@ class BackwardContainment:
                     barrier, threads, tid = BAR_CONTAIN + 1 + wg, 128, cute.arch.thread_idx()[0] % 128
                 else:
                     barrier, threads, tid = BAR_CONTAIN, 128 * self.warp_groups, cute.arch.thread_idx()[0] - 128
-                tiles = {"Q": s.Q[None, None, stage], "dO": s.dO[None, None, do_stage]}
-                found = Int32(0)  # most rows are broken by keys that they see, and have nothing to remove
-                for name in remove_from:
-                    found |= self.rows_not_finite(tiles[name], tid, threads)
-                if any_nonzero(Int32(barrier), found, threads):
-                    if const_expr(acc_dV is not None):
-                        self.add_not_finite(acc_dV, tiles["dO"], s.stats, stage, m0, mask)
-                    cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
-                    for name in remove_from:
-                        self.remove_not_finite(tiles[name], tid, threads)
-                    cute.arch.fence_view_async_shared()
-                    cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
+                cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
+                if const_expr("Q" in remove_from):
+                    self.remove_not_finite(s.Q[None, None, stage], tid, threads)
+                if const_expr("dO" in remove_from):
+                    self.remove_not_finite(s.dO[None, None, do_stage], tid, threads)
+                cute.arch.fence_view_async_shared()
+                cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
 
     @cute.jit
     def any_broken(self, sStat: cute.Tensor, stage: Int32, m0: Int32, mask: Mask) -> cutlass.Boolean:
@@ -143,7 +140,7 @@ class BackwardContainment:
         """Add what is not finite in rows of dO to dV of the keys that they see, whose P is above 0."""
         first = cute.arch.lane_idx() % 4 * 2
         for m in cutlass.range(0, self.tile_m, 1, unroll=1):
-            if broken_dpsum(sStat, m, stage):
+            if broken_dpsum(sStat, m, stage) & self.row_not_finite(sdO, m):
                 for r in cutlass.range_constexpr(2):
                     visible = (m + m0 >= mask.key[r] + first) & (m + m0 < mask.visible_end[r] + first)  # see Mask
                     if const_expr(self.windowed):
@@ -153,6 +150,14 @@ class BackwardContainment:
                             x = Float32(sdO[m, first + e // 2 * 8 + e % 2])
                             i = e // 2 * 4 + 2 * r + e % 2
                             acc_dV[i] = cutlass.select_(x - x != 0.0, acc_dV[i] + x, acc_dV[i])
+
+    @cute.jit
+    def row_not_finite(self, sdO: cute.Tensor, m: Int32) -> cutlass.Boolean:
+        """Whether row m of dO is not finite. Most rows with a broken dpsum are finite and see a broken key."""
+        found = Float32(0.0)
+        for c in cutlass.range_constexpr(-(-self.head_dim_v // 32)):
+            found += Float32(sdO[m, cutlass.min(32 * c + cute.arch.lane_idx(), self.head_dim_v - 1)]) * 0.0
+        return cute.arch.vote_any_sync(found != 0.0)
 
     @cute.jit
     def zero_hidden(self, acc_dP: cute.Tensor, m0: Int32, mask: Mask) -> None:
@@ -173,16 +178,6 @@ class BackwardContainment:
         for i in cutlass.range_constexpr(cute.size(quads) // 4 // threads):
             quad = cute.make_rmem_tensor(8, self.dtype)
             cute.autovec_copy(quads[None, tid + i * threads], cute.recast_tensor(quad, Int32))
-            found |= not_finite(quad)
-        return found
-
-    @cute.jit
-    def rows_not_finite(self, tile: cute.Tensor, tid: Int32, threads: cutlass.Constexpr) -> Int32:
-        """Compute `not_finite` of a block of Q or dO, in a loop that keeps to few registers."""
-        quads, found = words(tile), Int32(0)
-        for i in cutlass.range(tid, cute.size(quads) // 4, threads, unroll=1):
-            quad = cute.make_rmem_tensor(8, self.dtype)
-            cute.autovec_copy(quads[None, i], cute.recast_tensor(quad, Int32))
             found |= not_finite(quad)
         return found
 

@@ -27,7 +27,7 @@ ALIKE = {
         "mark_keys",
         "not_finite",
         "remove_not_finite",
-        "rows_not_finite",
+        "row_not_finite",
         "zero_hidden",
     ),
     "bwd_results.py": ("mask", "store_partial", "store_rows"),
