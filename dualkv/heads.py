@@ -71,7 +71,8 @@ class Head:
                 )
         for name, number in (("scale", self.scale), *([("softcap", self.softcap)] * (self.softcap is not None))):
             if isinstance(number, bool) or not isinstance(number, int | float):
-                raise TypeError(f"the head's {name} is {number!r}, expected a number")
+                what = f"a {type(number).__name__}" if isinstance(number, torch.Tensor) else repr(number)
+                raise TypeError(f"the head's {name} is {what}, expected a Python number")
             if not math.isfinite(number) or number == 0 or (name == "softcap" and number < 0):
                 expected = "above 0" if name == "softcap" else "other than 0"
                 raise ValueError(f"the head's {name} is {number}, expected a finite number {expected}")

@@ -303,7 +303,7 @@ BAD += [
             ({"scale": "2"}, TypeError, "scale|'2'|number"),
             ({"softcap": -1.0}, ValueError, "softcap|-1.0|0"),
             ({"softcap": "30"}, TypeError, "softcap|'30'|number"),
-            ({"softcap": torch.tensor(30.0, requires_grad=True)}, TypeError, "softcap|tensor(30., requires_grad=True"),
+            ({"softcap": torch.tensor(30.0, requires_grad=True)}, TypeError, "softcap|Tensor|number"),
             ({"weight": None, "module": torch.nn.Identity(), "bias": torch.zeros(9)}, ValueError, "bias|module"),
         )
     ),

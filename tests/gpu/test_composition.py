@@ -113,7 +113,8 @@ def test_copies_in_several_calls(features, monkeypatch):
     monkeypatch.setattr(composition, "COPIED_ROWS", 300)
     offsets, parent = LAYOUTS["copied levels"].offsets, LAYOUTS["copied levels"].parent
     layout = Layout.from_segments(offsets, parent)  # anew, as calls are kept with a layout
-    assert sum(part.causal for part in composition.parts(layout._segments, torch.device("cuda"))) > 1
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert sum(part.causal for part in composition.parts(layout._segments, device)) > 1
     check_features(layout, (8, 2, 128), features, with_dlse=True)
 
 
