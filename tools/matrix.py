@@ -4,7 +4,8 @@ A type of `tools.zoo` is built small, with random weights. Each of its sequences
 of them runs in each of WAYS. Logits and gradients are compared. A cell is exact, refused (ValueError or TypeError, with
 its sentence) or wrong. The exit code is 1 if a cell is wrong. The record, `--json docs/results/matrix.json`, makes a
 table of docs/trust.md (`python -m tools.tables`). A run that was cut goes on with the same command: types that the file
-has of the same commit are not run again.
+has of the same commit are not run again. Types that are named are run again and replace those in the file, whatever its
+commit; the record then has the commit of each.
 """
 
 from __future__ import annotations
@@ -288,9 +289,14 @@ def main(
         chosen = [kind for kind in chosen if known.get(kind, {}).keys() >= WAYS.keys()]
         chosen = sorted(random.Random(seed).sample(chosen, min(draw, len(chosen))))
     start, record = time.monotonic(), Record(json_to, gpu=False)
-    results, spent = _before(json_to, record.about)
-    for kind, cells in zoo.run([kind for kind in chosen if kind not in results], workers, SECONDS, examine):
+    found = _before(json_to, record.about, named=bool(kinds))
+    results, spent, later = dict(found.get("types", {})), float(found.get("seconds", 0.0)), dict(found.get("later", {}))
+    at = {name: record.about.get(name) for name in ("commit", "date")}
+    record.about = {name: found.get(name, value) for name, value in record.about.items()}
+    for kind, cells in zoo.run([kind for kind in chosen if kinds or kind not in results], workers, SECONDS, examine):
         results[kind] = {"all": cells} if "outcome" in cells else cells
+        if at["commit"] != record.about.get("commit"):
+            later[kind] = at
         bad = {way: cell for way, cell in results[kind].items() if cell["outcome"] not in (EXACT, REFUSED)}
         worst = max((cell.get("error", 0.0) for cell in results[kind].values()), default=0.0)
         refused = [way for way, cell in results[kind].items() if cell["outcome"] == REFUSED]
@@ -301,6 +307,7 @@ def main(
                 "workers": workers,
                 "seconds": spent + time.monotonic() - start,
                 "types": dict(sorted(results.items())),
+                **({"later": later} if later else {}),
             }
         )
     outcomes = Counter(cell["outcome"] for cells in results.values() for cell in cells.values())
@@ -309,15 +316,14 @@ def main(
         raise typer.Exit(1)
 
 
-def _before(path: Path | None, about: dict[str, Any]) -> tuple[dict[str, Any], float]:
-    """The types that a file has of the same commit and transformers, and the seconds that they took."""
+def _before(path: Path | None, about: dict[str, Any], named: bool) -> dict[str, Any]:
+    """Return the record in a file, which a run goes on with; an empty one if it is of another transformers or, unless
+    types are named, of another commit."""
     if path is None or not path.exists():
-        return {}, 0.0
+        return {}
     found = filed.read(path)
-    same = all(found.get(name) == about.get(name) for name in ("commit", "changed_files"))
-    if not same or found.get("transformers") != transformers.__version__:
-        return {}, 0.0
-    return dict(found["types"]), float(found["seconds"])
+    same = named or all(found.get(name) == about.get(name) for name in ("commit", "changed_files"))
+    return found if same and found.get("transformers") == transformers.__version__ else {}
 
 
 if __name__ == "__main__":

@@ -34,6 +34,10 @@ def table(run: dict[str, Any]) -> str:
     lines = [["; ".join(ways), *cells] for cells, ways in rows.items()]
     missing = [kind for kind, cells in run["types"].items() if not cells.keys() & WAYS.keys()]
     about = f"{recorded(run)}, {len(run['types']) - len(missing)} types"
+    by_commit: dict[str, list[str]] = {}
+    for kind, at in run.get("later", {}).items():
+        by_commit.setdefault(at["commit"], []).append(kind)
+    about += "".join(f"; {names(kinds)} at commit {commit[:7]}" for commit, kinds in by_commit.items())
     about += f". Not run: {names(missing)}" if missing else ""
     header = ["way", "exact", "largest difference", "wrong", "refused"]
     return f"{about}:\n\n{markdown_table(header, lines)}"
