@@ -79,9 +79,12 @@ def _legend(axes: Axes, colors: dict[str, str], place: Literal["upper left", "up
     axes.legend(handles=marks, loc=place, frameon=False)
 
 
-def prompt_share(record: Record) -> str:
-    """Draw the speed-up of a step over the prompt's share of the tokens, of `tools.bench.prompt_share`."""
-    settings, points = record["settings"], record["points"]
+def prompt_share(record: Record, *others: Record) -> str:
+    """Draw the speed-up of a step over the prompt's share of the tokens, of runs of `tools.bench.prompt_share`."""
+    settings, points = (
+        record["settings"],
+        sorted((p for run in (record, *others) for p in run["points"]), key=lambda p: float(p["prompt_len"])),
+    )
     n, length = settings["responses"], settings["length"]
     shares = [100 * p["prompt_len"] / length for p in points]
     faster = [p["speed_up"] for p in points]
