@@ -304,7 +304,7 @@ def main(
         record.write(
             {
                 "transformers": transformers.__version__,
-                "workers": workers,
+                "workers": found.get("workers", workers),
                 "seconds": spent + time.monotonic() - start,
                 "types": dict(sorted(results.items())),
                 **({"later": later} if later else {}),
