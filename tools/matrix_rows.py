@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from dualkv.bench.show import markdown_table
@@ -34,10 +35,8 @@ def table(run: dict[str, Any]) -> str:
     lines = [["; ".join(ways), *cells] for cells, ways in rows.items()]
     missing = [kind for kind, cells in run["types"].items() if not cells.keys() & WAYS.keys()]
     about = f"{recorded(run)}, {len(run['types']) - len(missing)} types"
-    by_commit: dict[str, list[str]] = {}
-    for kind, at in run.get("later", {}).items():
-        by_commit.setdefault(at["commit"], []).append(kind)
-    about += "".join(f"; {names(kinds)} at commit {commit[:7]}" for commit, kinds in by_commit.items())
+    later = Counter(at["commit"] for at in run.get("later", {}).values())
+    about += "".join(f", {number} of them at commit {commit[:7]}" for commit, number in later.items())
     about += f". Not run: {names(missing)}" if missing else ""
     header = ["way", "exact", "largest difference", "wrong", "refused"]
     return f"{about}:\n\n{markdown_table(header, lines)}"

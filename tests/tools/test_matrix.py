@@ -50,7 +50,9 @@ def test_ranks_share_rows_and_each_gets_its_own_error(one_thread: None) -> None:
     assert cells["plain"]["outcome"] == zoo.EXACT
 
 
-def test_a_run_goes_on_where_it_was_cut(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_run_goes_on_where_it_was_cut_and_runs_named_types_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     ran: list[str] = []
 
     def fake(kinds: list[str], *_: Any, **__: Any) -> Any:
@@ -60,10 +62,19 @@ def test_a_run_goes_on_where_it_was_cut(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
     monkeypatch.setattr(zoo, "run", fake)
     path = tmp_path / "matrix.json"
-    matrix.main(["llama"], json_to=path)
-    matrix.main(["llama", "qwen3"], json_to=path)
+    monkeypatch.setattr(zoo, "exact_before", lambda: ["llama"])
+    matrix.main(json_to=path)
+    monkeypatch.setattr(zoo, "exact_before", lambda: ["llama", "qwen3"])
+    matrix.main(json_to=path)
     assert ran == ["llama", "qwen3"]
-    assert filed.read(path)["types"].keys() == {"llama", "qwen3"}
+    before = filed.read(path)
+    path.write_text(filed.text(before | {"commit": "0" * 40}))
+    matrix.main(["qwen3"], json_to=path)
+    assert ran == ["llama", "qwen3", "qwen3"]
+    now = filed.read(path)
+    assert (now["commit"], now["types"]) == ("0" * 40, before["types"])
+    assert {kind: at["commit"] for kind, at in now["later"].items()} == {"qwen3": before["commit"]}
+    assert f", 1 of them at commit {before['commit'][:7]}" in matrix_rows.table(now)
 
 
 def test_a_type_that_does_not_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
