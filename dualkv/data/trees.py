@@ -203,9 +203,9 @@ class PackedSequences:
             raise ValueError(f"like has shape {tuple(like.shape)}, and the sequences came as a list: leave it out")
         check_unpacked(values, len(self._trained), "trained token", form, self.layout)
         at = self._frame.columns("like", tuple(like.shape), self._frame.places[self._mask])
-        rows = values.new_full((like.numel(), *values.shape[1:]), padding_value)
-        placed = rows.index_copy(0, torch.from_numpy(at).to(values.device), self._of_tokens(values))
-        return placed.view(*like.shape, *values.shape[1:])
+        index = tuple(torch.from_numpy(i).to(values.device) for i in np.unravel_index(at, like.shape))
+        rows = values.new_full((*like.shape, *values.shape[1:]), padding_value)
+        return rows.index_put(index, self._of_tokens(values))
 
     def _of_tokens(self, values: torch.Tensor) -> torch.Tensor:
         """values [M, ...] of trained tokens -> those of each rollout's trained tokens, end to end."""
