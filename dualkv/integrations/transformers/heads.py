@@ -103,7 +103,7 @@ def within(model: nn.Module) -> tuple[nn.Module, Callable[[Rows], Head]]:
 
 
 def _left(whole: PreTrainedModel, inner: PreTrainedModel, module: Any, linear: bool, forward: Rows) -> Head:
-    """What a model does behind the input of its head's module, while its weights are gathered there."""
+    """Make the head behind the input of a model's module, while its weights are gathered there."""
     _refuse_shards(inner, module)
     after = _behind(whole, _rule(whole, inner))
     if linear:
@@ -113,7 +113,7 @@ def _left(whole: PreTrainedModel, inner: PreTrainedModel, module: Any, linear: b
 
 
 def _behind(whole: PreTrainedModel, rule: Rule) -> dict[str, Any]:
-    """What a model does to what the module of its head makes."""
+    """Read the scale and the cap that a model puts behind the module of its head."""
     softcap = None if rule.softcap is None else float(_at(whole.config, rule.softcap))
     return {"scale": rule.scale.of(whole.config), "softcap": softcap}
 
