@@ -118,7 +118,7 @@ class SharedPrefixes:
         return SharedPrefixes(self.lengths[chosen], order, common)
 
     # ------------------------------------------------------------------ micro-batches: runs of neighbours
-    def runs(self, budget: int, min_count: int = 1, most: int | None = None) -> list[IntArray]:
+    def runs(self, budget: int, min_count: int = 1, most: int | None = None, *, soft: bool = False) -> list[IntArray]:
         """The sequences in runs of neighbours. The cuts repeat as few tokens as the budget allows. Of such cuts, the
         result makes few runs and keeps the largest run small.
 
@@ -126,12 +126,13 @@ class SharedPrefixes:
             budget: packed tokens that a run may hold. Every run holds its own copy of shared tokens.
             min_count: at least so many runs are made, by further cuts where these repeat the fewest tokens.
             most: sequences that a run may hold; None for any number.
+            soft: a sequence beyond the budget may make a run, with sequences that it begins with.
 
         Raises:
-            ValueError: a sequence beyond the budget, fewer sequences than runs.
+            ValueError: a sequence beyond the budget and not `soft`, fewer sequences than runs.
         """
         longest = int(self.lengths.max())
-        if longest > budget:
+        if longest > budget and not soft:
             raise ValueError(
                 f"budget is {budget} tokens, rollout {int(self.lengths.argmax())} needs {longest} for itself alone"
             )
@@ -139,7 +140,8 @@ class SharedPrefixes:
             raise ValueError(f"{min_count} micro-batches need {min_count} rollouts at least, got {len(self)}")
         most = len(self) if most is None else most
         cost, begins = self._cuts(budget, most)
-        low, high = longest, budget  # bounds of the largest run's tokens
+        # Bounds of the tokens of the largest run, but for sequences beyond the budget.
+        low, high = int(self.lengths[self.lengths <= budget].max(initial=1)), budget
         while low < high and len(begins) > 1:
             middle = (low + high) // 2
             other, other_begins = self._cuts(middle, most)
@@ -160,6 +162,9 @@ class SharedPrefixes:
         """((tokens repeated, runs), first sequence of each run) of the cuts within the budget that repeat the fewest
         tokens and, among these, make the fewest runs."""
         ends, common = self._ends.tolist(), self.common.tolist()
+        # A run as long as its last sequence has only what that one begins with. A run above its limit stays above the
+        # limit with more sequences behind it.
+        limits = np.maximum(self.lengths[self.order], budget).tolist()
         cost = [(0, 0)]  # entry i: of the first i sequences
         begin = []  # entry i: the first sequence of the run that ends with sequence i
         # Candidates for the beginning of the current run, ascending, with their costs, which ascend too.
@@ -171,7 +176,7 @@ class SharedPrefixes:
                 window.pop()
             window.append((last, added))
             first = window[0][0]
-            while ends[last + 1] - ends[first] + common[first] > budget or last - first >= most:
+            while ends[last + 1] - ends[first] + common[first] > limits[last] or last - first >= most:
                 window.popleft()
                 first = window[0][0]
             begin.append(first)

@@ -55,15 +55,11 @@ class Actor(torch.nn.Module):
             self.rows += sequences.numel()
             logits = self.model(sequences, attention_mask=attention_mask).logits
             return logits[:, :-1].float().log_softmax(-1).gather(-1, sequences[:, 1:, None])[..., 0] * action_mask
-        own, trained = attention_mask.bool(), torch.nn.functional.pad(action_mask, (1, 0)).bool()
-        rows = [x[mask] for x, mask in zip(sequences.cpu(), own.cpu(), strict=True)]
-        masks = [x[mask] for x, mask in zip(trained.cpu(), own.cpu(), strict=True)]
-        batch = dualkv.pack_sequences(rows, masks, device=sequences.device)  # whatever rows have in common, once
+        batch = dualkv.pack_sequences(sequences, action_mask, attention_mask=attention_mask)  # what rows share, once
         self.rows += batch.layout.num_tokens
-        inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
-        hidden = self.model.model(**inputs, dualkv=batch.layout).last_hidden_state
+        hidden = self.model.model(input_ids=batch.input_ids, dualkv=batch.layout).last_hidden_state
         logp, _ = dualkv.response_logprobs(hidden, head(self.model), batch)
-        return logp.new_zeros(action_mask.shape).masked_scatter(trained[:, 1:], torch.cat(batch.unpack(logp)))
+        return batch.unpack(logp, like=action_mask)
 
 
 actor = Actor()

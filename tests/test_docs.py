@@ -259,7 +259,7 @@ def test_python_of_the_migration_page_computes_what_it_says():
 
 
 def rows_of_openrlhf(pairs, width):
-    """sequences, attention_mask, trained [B, L]: prompt, response, padding; and the columns of what its actor returns.
+    """sequences, attention_mask [B, L], mask [B, L - 1]: prompt, response, padding; column t is about token t + 1.
 
     In the responses a tool's answer of 3 tokens does not count."""
     rows = torch.zeros(3, len(pairs), width, dtype=torch.int64)
@@ -267,46 +267,60 @@ def rows_of_openrlhf(pairs, width):
         end = len(prompt) + len(response)
         rows[0, i, :end], rows[1, i, :end], rows[2, i, len(prompt) : end] = torch.cat([prompt, response]), 1, 1
         rows[2, i, end - 6 : end - 3] = 0
-    action_mask = rows[2, :, 1:]
-    return rows[0], rows[1], torch.nn.functional.pad(action_mask, (1, 0)), slice(1, None)
+    return rows[0], rows[1], rows[2, :, 1:]
 
 
 def rows_of_skyrl(pairs, width):
-    """Make the rows of `rows_of_openrlhf` with the padding on the left."""
-    *rows, _ = rows_of_openrlhf(pairs, width)
+    """Make the rows of `rows_of_openrlhf` with the padding on the left, and a mask of the columns of responses."""
+    *rows, mask = rows_of_openrlhf(pairs, width)
+    rows.append(torch.nn.functional.pad(mask, (1, 0)))
     shift = [width - len(prompt) - len(response) for prompt, response in pairs]
-    sequences, mask, trained = (torch.stack([r.roll(n) for r, n in zip(x, shift, strict=True)]) for x in rows)
-    num_actions = max(len(response) for _, response in pairs)
-    loss_mask = trained[:, -num_actions:]
-    padded = torch.nn.functional.pad(loss_mask, (width - num_actions, 0))
-    return sequences, mask, padded, slice(-num_actions, None)
+    sequences, own, trained = (torch.stack([r.roll(n) for r, n in zip(x, shift, strict=True)]) for x in rows)
+    return sequences, own, trained[:, -max(len(response) for _, response in pairs) :]
 
 
-@pytest.mark.parametrize("layout", [rows_of_openrlhf, rows_of_skyrl])
-def test_the_actor_of_a_loop_saves_in_the_layouts_of_its_trainers(layout):
-    """Log-probs are those of each sequence alone, in their columns, and a prompt's tokens are computed once."""
-    space = ran("fsdp.md")
+def rows_of_prime_rl(pairs, width):
+    """Make whole rows with padding on both sides and inside, and a mask of all columns."""
+    *rows, mask = rows_of_openrlhf(pairs, width - 3)
+    rows.append(torch.nn.functional.pad(mask, (1, 0)))
+    sequences, own, trained = (torch.nn.functional.pad(x, (2, 1)) for x in rows)
+    return tuple(torch.cat([x[:, :9], torch.zeros_like(x[:, :3]), x[:, 9:]], 1) for x in (sequences, own, trained))
+
+
+@pytest.mark.parametrize("page", ["trainer.md", "fsdp.md"])
+@pytest.mark.parametrize("layout", [rows_of_openrlhf, rows_of_skyrl, rows_of_prime_rl])
+def test_padded_batches_are_those_of_separate_sequences(page, layout):
+    """Log-probs, in their columns, and gradients are those of each sequence alone. A prompt's tokens run once."""
+    space = ran(page)
     model, draw = space["model"], torch.Generator().manual_seed(3)
     prompts = [torch.randint(1, 90, (n,), generator=draw) for n in (40, 13) for _ in range(4)]
     pairs = [(prompts[i - i % 4], torch.randint(1, 90, (7 + i % 4,), generator=draw)) for i in range(8)]
-    sequences, mask, trained, columns = layout(pairs, 52)
+    sequences, own, trained = layout(pairs, 55)
     computed = []
     model.model.register_forward_pre_hook(
         lambda _, args, kw: computed.append(kw["input_ids"].shape[1]), with_kwargs=True
     )
-    logp = space["Actor"](model)(sequences, mask, trained)[:, columns]
+    if page == "fsdp.md":
+        logp = space["Actor"](model)(sequences, own, trained)
+    else:
+        logp, entropy = space["padded_logprobs"](sequences, own, trained)
+        assert ((entropy > 0) == (trained > 0)).all()
     assert computed == [40 + 13 + 2 * (7 + 8 + 9 + 10)]
-    assert computed[0] < 0.45 * int(mask.sum())
+    assert computed[0] < 0.45 * int(own.sum())
 
     expected = torch.zeros(sequences.shape)
-    for i, own in enumerate(mask.bool()):
-        alone = model(input_ids=sequences[i : i + 1, own]).logits[0, :-1].log_softmax(-1)
-        expected[i, own.nonzero()[1:, 0]] = alone.gather(1, sequences[i, own][1:, None])[:, 0]
-    expected = (expected * trained)[:, columns]
-    assert trained[:, columns].sum() == sum(len(response) - 3 for _, response in pairs)
-    torch.testing.assert_close(logp, expected.detach(), rtol=0, atol=1e-5, check_dtype=True)
-    logp.sum().backward()
-    assert model.lm_head.weight.grad.norm() > 0
+    for i, mask in enumerate(own.bool()):
+        alone = model(input_ids=sequences[i : i + 1, mask]).logits[0, :-1].log_softmax(-1)
+        expected[i, mask.nonzero()[1:, 0]] = alone.gather(1, sequences[i, mask][1:, None])[:, 0]
+    expected = expected[:, -trained.shape[1] :] * trained
+    assert trained.sum() == sum(len(response) - 3 for _, response in pairs)
+    torch.testing.assert_close(logp, expected, rtol=0, atol=1e-5)
+    weights, parameters = torch.linspace(-1, 2, logp.numel()).view(logp.shape), list(model.parameters())
+    found, want = (torch.autograd.grad((x * weights).sum(), parameters, allow_unused=True) for x in (logp, expected))
+    for name, a, b in zip(dict(model.named_parameters()), found, want, strict=True):
+        assert (a is None) == (b is None), name
+        if b is not None:
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * float(b.abs().max()) + 1e-6)
 
 
 # ---------------------------------------------------------------- the rest of a page

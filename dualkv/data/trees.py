@@ -7,9 +7,10 @@ rollout, and the gradients of these copies add up.
 
 from __future__ import annotations
 
+import logging
 import reprlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,18 +20,22 @@ import torch
 
 from dualkv.arrays import (
     IntArray,
+    Lengths,
     TokenIds,
+    check_bool,
     check_zeros_and_ones,
     outside_inference_mode,
     positive,
     ranges,
     sequence_list,
 )
+from dualkv.data.frames import Frame, read_frame
 from dualkv.data.packing import IGNORED, LabelStyle, PackedBatch, check_label_style
 from dualkv.data.rows import Form, as_rows, check_unpacked, of_packed_rows, remember_layout
 from dualkv.layout import Layout
-from dualkv.prefixes import PrefixTree, read_sequences
+from dualkv.prefixes import PrefixTree, SharedPrefixes, read_sequences
 
+logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 
 Mask = Sequence[bool] | Sequence[int] | npt.NDArray[Any] | torch.Tensor
@@ -55,6 +60,7 @@ class PackedSequences:
     _lens: IntArray  # [N] tokens of each rollout
     _mask: npt.NDArray[np.bool_]  # [sum of lengths] tokens that count
     label_style: LabelStyle = "gather"
+    _frame: Frame | None = None  # of the tensor that held the sequences
 
     @classmethod
     def from_batch(
@@ -71,8 +77,8 @@ class PackedSequences:
                 it, as in separate sequences.
 
         Raises:
-            ValueError: masks of other lengths, with other values than 0 and 1, without any token, or that count the
-                first token of a sequence.
+            ValueError: masks of other lengths, with other values than 0 and 1, or that count the first token of a
+                sequence.
             TypeError: another batch.
         """
         if not isinstance(batch, PackedBatch):
@@ -86,7 +92,7 @@ class PackedSequences:
         masks = [np.ones(n, bool) for n in lens] if loss_masks is None else _masks(loss_masks, lens, "responses")
         padded = [np.append(np.zeros(len(r) - len(m), bool), m) for r, m in zip(rows, masks, strict=True)]
         lens = np.array([len(r) for r in rows])
-        mask = _some(np.concatenate(padded))
+        mask = np.concatenate(padded)
         return cls(batch.input_ids, batch.layout, torch.cat(rows).numpy(), lens, mask, batch.label_style)
 
     def __post_init__(self) -> None:
@@ -147,7 +153,13 @@ class PackedSequences:
         return labels
 
     def unpack(
-        self, values: torch.Tensor, form: Form = "list", padding_value: float = 0, *, whole: bool = False
+        self,
+        values: torch.Tensor,
+        form: Form = "list",
+        padding_value: float = 0,
+        *,
+        whole: bool = False,
+        like: torch.Tensor | None = None,
     ) -> Any:
         """Values of trained tokens as one row per rollout, in the order of the input; differentiable.
 
@@ -158,22 +170,47 @@ class PackedSequences:
             values: [M, ...] one value for each trained token, such as log-probabilities.
             form: "list" for N tensors [trained_lens[i], ...]; "padded" for one tensor [N, max(trained_lens), ...];
                 "nested" for a jagged nested tensor of N rows.
-            padding_value: fills "padded" behind each row, and `whole` at tokens that do not count.
+            padding_value: fills "padded" behind each row, and `whole` and `like` at tokens that do not count.
             whole: rows are whole sequences, with each value at the place of its token, like masks, advantages and old
                 log-probs of whole sequences.
+            like: [B, W], where the sequences came as a tensor [B, L]: the result is one tensor [B, W, ...] of its last
+                W columns, with each value at the place of its token. W is L for whole rows, L - 1 for values of the
+                token that each row predicts. Only the shape counts. For a tensor [L] of sequences [W].
 
         Raises:
-            ValueError: not one value for each trained token, an unknown form, or values that require a gradient though
-                no attention has used the layout (:meth:`Layout.mark_used`).
+            ValueError: not one value for each trained token, an unknown form, `like` beside a form or `whole`, `like`
+                of other rows or without the column of a trained token, or values that require a gradient though no
+                attention has used the layout (:meth:`Layout.mark_used`).
         """
+        if like is not None:
+            return self._unpack_like(values, like, form, padding_value, whole)
         check_unpacked(values, len(self._trained), "trained token", form, self.layout)
-        place = torch.from_numpy((np.cumsum(self._is_trained) - 1)[self._rows[self._mask]]).to(values.device)
-        of_tokens, lens = _repeated(values, place), self._trained_lens
+        of_tokens, lens = self._of_tokens(values), self._trained_lens
         if whole:
             at = torch.from_numpy(np.flatnonzero(self._mask)).to(values.device)
             rows = values.new_full((len(self._mask), *values.shape[1:]), padding_value)
             of_tokens, lens = rows.index_copy(0, at, of_tokens), self._lens
         return as_rows(of_tokens, lens, form, int(lens.max()), padding_value)
+
+    def _unpack_like(
+        self, values: torch.Tensor, like: torch.Tensor, form: Form, padding_value: float, whole: bool
+    ) -> torch.Tensor:
+        if form != "list" or whole:
+            raise ValueError(f"like is given with form={form!r} and whole={whole}, expected like alone")
+        if not isinstance(like, torch.Tensor):
+            raise TypeError(f"like must be a tensor, got a {type(like).__name__}")
+        if self._frame is None:
+            raise ValueError(f"like has shape {tuple(like.shape)}, and the sequences came as a list: leave it out")
+        check_unpacked(values, len(self._trained), "trained token", form, self.layout)
+        at = self._frame.columns("like", tuple(like.shape), self._frame.places[self._mask])
+        index = tuple(torch.from_numpy(i).to(values.device) for i in np.unravel_index(at, like.shape))
+        rows = values.new_full((*like.shape, *values.shape[1:]), padding_value)
+        return rows.index_put(index, self._of_tokens(values))
+
+    def _of_tokens(self, values: torch.Tensor) -> torch.Tensor:
+        """values [M, ...] of trained tokens -> those of each rollout's trained tokens, end to end."""
+        place = (np.cumsum(self._is_trained) - 1)[self._rows[self._mask]]
+        return _repeated(values, torch.from_numpy(place).to(values.device))
 
     def unpack_sequences(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Values of packed rows as full sequences, in the order of the input; differentiable.
@@ -199,7 +236,7 @@ class PackedSequences:
         if input_ids is self.input_ids:
             return self
         layout = self.layout.to(input_ids.device)
-        return PackedSequences(input_ids, layout, self._rows, self._lens, self._mask, self.label_style)
+        return replace(self, input_ids=input_ids, layout=layout)
 
     def __repr__(self) -> str:
         return (
@@ -247,6 +284,9 @@ def pack_sequences(
     sequences: Sequence[TokenIds] | torch.Tensor,
     loss_masks: Sequence[Mask] | torch.Tensor | None = None,
     *,
+    attention_mask: torch.Tensor | None = None,
+    cu_seqlens: Lengths | None = None,
+    position_ids: torch.Tensor | None = None,
     min_shared: int = 1,
     labels: LabelStyle = "gather",
     device: torch.device | str | None = None,
@@ -254,12 +294,23 @@ def pack_sequences(
     """Pack whole sequences (prompt, turns and responses of a rollout, end to end), each shared prefix once.
 
     Sequences may branch at any token, end inside others, or be equal. Tokens on a GPU are copied to the host once for
-    the comparison.
+    the comparison. They come as a list, or as trainers hold them: in one tensor.
+
+        batch = pack_sequences(input_ids, labels[:, 1:] != -100, attention_mask=attention_mask)
+        old_logp = batch.unpack(logp, like=labels[:, 1:])  # [B, L - 1]
 
     Args:
-        sequences: N 1-D integer tensors, arrays or lists, or a jagged nested tensor.
-        loss_masks: N masks, each as long as its sequence: the tokens that count (are trained on) in each rollout. The
-            first token of a sequence cannot count, because no row predicts it. By default all other tokens count.
+        sequences: N 1-D integer tensors, arrays or lists, or a jagged nested tensor; or a tensor of ids [B, L] with one
+            of `attention_mask`, `cu_seqlens` and `position_ids`.
+        loss_masks: the tokens that count (are trained on) in each rollout. The first token of a sequence cannot count,
+            because no row predicts it. By default all other tokens count; a batch may count none. N masks, each as long
+            as its sequence; of a tensor [B, L] a mask [B, W] of its last W columns. W is L for masks of whole rows, and
+            L - 1 for masks in which column t is about token t + 1; or the number of response columns.
+        attention_mask: [B, L] booleans, or zeros and ones of any dtype: 1 for tokens, with padding anywhere. Row i is
+            sequence i. Positions count its tokens, as `attention_mask.cumsum(1) - 1` does.
+        cu_seqlens: [N + 1] of one padding-free row [1, L] or [L]: sequence i has its tokens `cu_seqlens[i]` to
+            `cu_seqlens[i + 1]`.
+        position_ids: [B, L] of padding-free rows: 0 where a sequence begins, then 1, 2, and so on.
         min_shared: a part is shared only if it has at least this many tokens. Shorter parts are repeated, which keeps
             segments long where texts agree in a few tokens by chance.
         labels: "gather" or "roll", see `PackedSequences.label_style`. With "roll" every branch behind a shared part
@@ -268,14 +319,37 @@ def pack_sequences(
 
     Raises:
         ValueError: an empty sequence, a token outside [0, 2^32), masks of other lengths or with other values than 0
-            and 1, masks that count a first token or no token at all, min_shared below 1, another label style.
+            and 1, masks that count a first token or padding, a tensor with none or several of `attention_mask`,
+            `cu_seqlens` and `position_ids`, or with one that does not fit, min_shared below 1, another label style.
         TypeError: tokens that are not integers.
     """
     check_label_style(labels)
-    host, shared, origin = read_sequences(sequences, min_shared)
+    host, shared, origin, frame = _read(sequences, min_shared, attention_mask, cu_seqlens, position_ids)
     shared = shared.at_least(min_shared)
     tree = (shared.one_label_a_row() if labels == "roll" else shared).tree()
-    return pack_tree(tree, host, loss_masks, labels, origin if device is None else device)
+    batch = pack_tree(tree, host, loss_masks, labels, origin if device is None else device, frame)
+    if batch._mask.any():
+        _NOTICE.look(batch.layout)
+    return batch
+
+
+def _read(
+    sequences: Sequence[TokenIds] | torch.Tensor,
+    min_shared: int,
+    attention_mask: torch.Tensor | None,
+    cu_seqlens: Lengths | None,
+    position_ids: torch.Tensor | None,
+) -> tuple[list[npt.NDArray[Any]], SharedPrefixes, torch.device, Frame | None]:
+    """The sequences on the host, their shared prefixes, their device, and their frame if they came as one tensor."""
+    if isinstance(sequences, torch.Tensor) and not sequences.is_nested:
+        rows, frame = read_frame(sequences, attention_mask, cu_seqlens, position_ids)
+        host, shared, _ = read_sequences(rows, min_shared)
+        return host, shared, sequences.device, frame
+    given = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens, "position_ids": position_ids}
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name} is given, and sequences is no tensor [B, L]: expected sequences without padding")
+    return *read_sequences(sequences, min_shared), None
 
 
 @outside_inference_mode
@@ -285,18 +359,54 @@ def pack_tree(
     loss_masks: Sequence[Mask] | torch.Tensor | None,
     labels: LabelStyle,
     device: torch.device | str,
+    frame: Frame | None = None,
 ) -> PackedSequences:
     """:func:`pack_sequences` of sequences [N] on the host whose tree is known; for labels="roll" the tree of their
-    :meth:`dualkv.prefixes.SharedPrefixes.one_label_a_row`."""
+    :meth:`dualkv.prefixes.SharedPrefixes.one_label_a_row`. Masks have the frame's form if there is one."""
     lens = np.array([len(tokens) for tokens in sequences], np.int64)
-    mask = _mask(loss_masks, lens)
+    mask = _mask(loss_masks, lens, frame)
     layout = Layout._from_arrays(tree.offsets, tree.parent, device, last=tree.last)
     packed = torch.from_numpy(tree_tokens(tree, sequences)).to(layout.device)
-    return PackedSequences(packed[None], layout, tree_rows(tree), lens, mask, labels)
+    return PackedSequences(packed[None], layout, tree_rows(tree), lens, mask, labels, frame)
+
+
+class _Notice:
+    """Says once in a process that packing saves nothing: if each of the first micro-batches shares no token."""
+
+    FIRST = 8
+
+    def __init__(self) -> None:
+        self.left = self.FIRST
+
+    def look(self, layout: Layout) -> None:
+        if not self.left:
+            return
+        if layout.num_tokens < layout.nominal_tokens:
+            self.left = 0
+            return
+        self.left -= 1
+        if not self.left:
+            logger.warning(
+                "the first %d micro-batches share no token (the last one has %d rollouts), so packing saves nothing:"
+                " put all rollouts of a prompt into one micro-batch (a larger one, or dualkv.plan_sequences)",
+                self.FIRST,
+                layout.num_segments,
+            )
+
+
+_NOTICE = _Notice()
 
 
 def plan_sequences(
-    sequences: Sequence[TokenIds] | torch.Tensor, budget: int, *, min_shared: int = 1, min_count: int = 1
+    sequences: Sequence[TokenIds] | torch.Tensor,
+    budget: int,
+    *,
+    attention_mask: torch.Tensor | None = None,
+    cu_seqlens: Lengths | None = None,
+    position_ids: torch.Tensor | None = None,
+    min_shared: int = 1,
+    min_count: int = 1,
+    soft: bool = False,
 ) -> list[list[int]]:
     """Few micro-batches of at most `budget` packed tokens that hold every sequence once. The plan is deterministic.
 
@@ -307,27 +417,30 @@ def plan_sequences(
             batch = pack_sequences([sequences[i] for i in chosen], [loss_masks[i] for i in chosen])
 
     Args:
-        sequences, min_shared: as for :func:`pack_sequences`.
+        sequences, attention_mask, cu_seqlens, position_ids, min_shared: as for :func:`pack_sequences`.
         budget: packed tokens that a micro-batch may hold.
         min_count: at least so many micro-batches are made. Data-parallel ranks agree on the largest count, then plan
             again with that count.
+        soft: a sequence longer than the budget gets a micro-batch of its own, with those that it begins with.
 
     Returns:
         The indices of the sequences of each micro-batch.
 
     Raises:
-        ValueError: a sequence longer than the budget, fewer sequences than micro-batches, and sequences that
-            :func:`pack_sequences` does not accept.
-        TypeError: tokens that are not integers.
+        ValueError: a sequence longer than the budget and not `soft`, fewer sequences than micro-batches, and sequences
+            that :func:`pack_sequences` does not accept.
+        TypeError: tokens that are not integers, `soft` that is not a bool.
     """
     budget, min_count = positive("budget", budget), positive("min_count", min_count)
-    _, shared, _ = read_sequences(sequences, min_shared)
-    open_runs = shared.at_least(min_shared).runs(budget, min_count)
+    check_bool("soft", soft)
+    _, shared, *_ = _read(sequences, min_shared, attention_mask, cu_seqlens, position_ids)
+    open_runs = shared.at_least(min_shared).runs(budget, min_count, soft=soft)
     runs: list[list[int]] = []
     while open_runs:
         run = open_runs.pop(0)
+        most = max(budget, int(shared.lengths[run].max()))  # above the budget only if it is soft
         # Which parts reach `min_shared` depends on the other sequences, so a run by itself may take more tokens.
-        if len(run) > 1 and shared.select(run).at_least(min_shared).tokens > budget:
+        if len(run) > 1 and shared.select(run).at_least(min_shared).tokens > most:
             open_runs[:0] = np.array_split(run, 2)
         else:
             runs.append(run.tolist())
@@ -351,17 +464,21 @@ def _repeated(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return values.index_select(0, rows) if values.device.type == "cpu" else values[rows]  # index_select uses atomics
 
 
-def _mask(loss_masks: Sequence[Mask] | torch.Tensor | None, lens: IntArray) -> npt.NDArray[np.bool_]:
+def _mask(
+    loss_masks: Sequence[Mask] | torch.Tensor | None, lens: IntArray, frame: Frame | None = None
+) -> npt.NDArray[np.bool_]:
     """[sum(lens)] which tokens count."""
+    first = np.cumsum(lens) - lens
     if loss_masks is None:
         mask = np.ones(int(lens.sum()), bool)
-        mask[np.cumsum(lens) - lens] = False
-        return _some(mask)
-    masks = _masks(loss_masks, lens, "sequences")
-    for i, mask in enumerate(masks):
-        if mask[0]:
-            raise ValueError(f"loss_masks[{i}] counts the first token of its sequence, which nothing predicts")
-    return _some(np.concatenate(masks))
+        mask[first] = False
+        return mask
+    mask = np.concatenate(_masks(loss_masks, lens, "sequences")) if frame is None else frame.mask(loss_masks)
+    if mask[first].any():
+        i = int(np.argmax(mask[first]))
+        place = f"[{i}]" if frame is None else f", at sequences{frame.at(int(frame.places[first[i]]))},"
+        raise ValueError(f"loss_masks{place} counts the first token of its sequence, which nothing predicts")
+    return mask
 
 
 def _masks(loss_masks: Sequence[Mask] | torch.Tensor, lens: IntArray, of: str) -> list[npt.NDArray[np.bool_]]:
@@ -378,9 +495,3 @@ def _masks(loss_masks: Sequence[Mask] | torch.Tensor, lens: IntArray, of: str) -
             raise ValueError(f"loss_masks[{i}] has shape {part.shape}, {of}[{i}] {length} tokens")
         check_zeros_and_ones(f"loss_masks[{i}]", part)
     return [part.astype(bool) for part in parts]
-
-
-def _some(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    if not mask.any():
-        raise ValueError("loss_masks counts no token of any sequence, expected at least one")
-    return mask

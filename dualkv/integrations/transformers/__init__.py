@@ -11,3 +11,4 @@ from dualkv.integrations.transformers.enabling import disable as disable
 from dualkv.integrations.transformers.enabling import enable as enable
 from dualkv.integrations.transformers.enabling import suspended as suspended
 from dualkv.integrations.transformers.heads import head as head
+from dualkv.integrations.transformers.wrapped import logprobs as logprobs

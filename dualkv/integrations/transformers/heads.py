@@ -37,6 +37,7 @@ UNPADDED = re.compile(r".*unpadded.*vocab")  # some models leave logits out behi
 TOLERANCE = 1e-4
 LARGE = 1000.0  # a factor of logits that shows any cap
 
+GATHER = "torch.distributed.", "deepspeed."  # modules of hooks that gather weights, and change no logits
 INSTEAD = "take its logits by model(..., dualkv=layout, logits_to_keep=batch.predict_rows)"
 
 
@@ -62,10 +63,7 @@ def head(model: nn.Module) -> Head:
     """
     check_model(model)
     if (owners := _owners(model)) is None:
-        raise ValueError(
-            f"{type(model).__name__} is no transformers model with a head that makes logits of tokens, nor a wrapper"
-            " around one: make its dualkv.Head yourself"
-        )
+        raise ValueError(_no_head(model))
     whole, inner = owners
     rule = _rule(whole, inner)
     module: Any = output(inner)
@@ -77,14 +75,47 @@ def head(model: nn.Module) -> Head:
             _refuse_shards(inner, in_front)
     if (factor := rule.factor.of(whole.config)) != 1.0:
         before = Times(factor)
-    after: dict[str, Any] = {"scale": rule.scale.of(whole.config), "before": before}
-    if rule.softcap is not None:
-        after["softcap"] = float(_at(whole.config, rule.softcap))
+    after = _behind(whole, rule)
     _refuse_shards(inner, module)
     if _is_linear(module):
+        return Head(module.weight, module.bias, before=before, **after)
+    _refuse_dropout(inner, module)
+    return Head(module=module, before=before, **after)
+
+
+def within(model: nn.Module) -> tuple[nn.Module, Callable[[Rows], Head]]:
+    """The module that makes a model's logits, and a function for a forward in its place, which runs within its hooks:
+    of the module's own forward it makes the head that is left.
+
+    Raises:
+        ValueError: as for :func:`head`; a hook of the module that may change its logits.
+    """
+    owners = _owners(model)
+    if owners is None:
+        raise ValueError(_no_head(model))
+    module: Any = output(owners[1])
+    changes = [h for h in module._forward_hooks.values() if not str(getattr(h, "__module__", "")).startswith(GATHER)]
+    if changes or hasattr(module, "_fsdp_wrapped_module"):
+        found = f"the forward hook {changes[0]!r}" if changes else "FSDP1's wrapper of its own"
+        raise ValueError(f"the head of {type(owners[1]).__name__} has {found}: {INSTEAD}")
+    _rule(*owners)
+    return module, partial(_left, *owners, module, _is_linear(module, with_hooks=False))
+
+
+def _left(whole: PreTrainedModel, inner: PreTrainedModel, module: Any, linear: bool, forward: Rows) -> Head:
+    """Make the head behind the input of a model's module, while its weights are gathered there."""
+    _refuse_shards(inner, module)
+    after = _behind(whole, _rule(whole, inner))
+    if linear:
         return Head(module.weight, module.bias, **after)
     _refuse_dropout(inner, module)
-    return Head(module=module, **after)
+    return Head(module=forward, **after)
+
+
+def _behind(whole: PreTrainedModel, rule: Rule) -> dict[str, Any]:
+    """Read the scale and the cap that a model puts behind the module of its head."""
+    softcap = None if rule.softcap is None else float(_at(whole.config, rule.softcap))
+    return {"scale": rule.scale.of(whole.config), "softcap": softcap}
 
 
 def known(model: nn.Module) -> None:
@@ -150,15 +181,23 @@ def _owners(model: nn.Module) -> tuple[PreTrainedModel, PreTrainedModel] | None:
     return None
 
 
-def _is_linear(module: Any) -> bool:
-    """Whether a head multiplies by its `weight` and adds its `bias`, and nothing else happens when it is called."""
+def _no_head(model: nn.Module) -> str:
+    return (
+        f"{type(model).__name__} is no transformers model with a head that makes logits of tokens, nor a wrapper around"
+        " one: make its dualkv.Head yourself"
+    )
+
+
+def _is_linear(module: Any, with_hooks: bool = True) -> bool:
+    """Whether a head multiplies by its `weight` and adds its `bias`, and nothing else happens when it is called, in its
+    hooks too where they count."""
     inside = module
     if type(module).__name__ == "ModulesToSaveWrapper":  # of PEFT: its `weight` is that of the copy which is active
         inside = module.original_module
     cls = next(c for c in type(inside).__mro__ if not issubclass(c, FSDPModule))
     if cls is not nn.Linear or "forward" in vars(inside):
         return False
-    hooked = module._forward_hooks or module._forward_pre_hooks
+    hooked = with_hooks and (module._forward_hooks or module._forward_pre_hooks)
     return isinstance(inside, FSDPModule) or not hooked  # FSDP2's hooks gather the weight
 
 
