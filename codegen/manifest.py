@@ -23,6 +23,7 @@ from codegen.precompiled import record_of
 from codegen.select import feature_table
 from codegen.spec import FORWARDS, TILES, KernelSpec, table
 from codegen.tiles import BackwardTile
+from cute_kernels.abi import WG_ROWS
 
 SUMS = ("REDG", "UBLKRED")  # instructions that add to dQ: from registers, by the copy engine
 COUNTER = "ATOMG.E.ADD.STRONG.GPU"  # takes the next item of a deterministic backward
@@ -67,12 +68,24 @@ def sources() -> dict[str, str]:
     return {operation: toolchain.source_digest(operation) for operation in TILES}
 
 
+def spills_once_a_pass(spec: KernelSpec) -> bool:
+    """Whether a kernel may spill one register: the number of the pass, stored where a pass begins and loaded where it
+    ends, outside of the loops over tiles. ptxas does so in fp16 at head dim 256 where packed heads leave rows over."""
+    return (spec.operation, spec.dtype, spec.head_dim) == ("fwd", "fp16", 256) and WG_ROWS % spec.packed_heads != 0
+
+
 def problems(spec: KernelSpec, described: dict[str, Any]) -> list[str]:
     """List what is wrong with a kernel: spills, serialized wgmma, local memory, missing instructions."""
     code = described["instructions"]
-    found = [f"{name} is {described[name]}, expected 0" for name in RESOURCES[1:4] if described[name]]
+    once = spills_once_a_pass(spec)
+    most = {"stack": 8, "spill_stores": 4, "spill_loads": 4} if once else {}
+    found = [
+        f"{name} is {described[name]}, expected {most.get(name, 0)}"
+        for name in RESOURCES[1:4]
+        if described[name] > most.get(name, 0)
+    ]
     found += [f"ptxas runs wgmma one by one ({code})" for code in described["wgmma_warnings"]]
-    found += [f"{code[n]} {n} instructions use local memory" for n in ("STL", "LDL") if n in code]
+    found += [f"{code[n]} {n} instructions use local memory" for n in ("STL", "LDL") if code.get(n, 0) > once]
     for kind in EXPECTED.get(spec.operation, ()):
         if not any(name.startswith(kind) for name in code):
             found.append(f"no {kind} instruction")
