@@ -63,9 +63,7 @@ def masked_pairs(tile, keys, bounds, pairs):
             for e in range(TILE_N // 2):
                 at = q[e // 2 % 2], key + e // 4 * 8 + e % 2 + LANES % 4 * 2
                 if i < tile.masked:
-                    for lane in (0, 13, 31):
-                        pair = int(at[0][lane]), int(at[1][lane])
-                        assert bool(mask.sees(*pair, bounds)) == scores.kept[e, lane]
+                    assert (np.broadcast_to(mask.sees(e // 2 % 2, *at, own), 32) == scores.kept[e]).all()
                 in_use = row + e // 2 % 2 * 8 + LANES // 4 < tile.row_end
                 np.add.at(pairs, (at[0][in_use], at[1][in_use]), scores.kept[e][in_use])
 
@@ -90,7 +88,9 @@ def test_rows_keep_the_keys_of_their_window(work, layout, window):
             mask = tile.mask(i)
             for k in range(key, key + TILE_N):
                 hidden = k >= key + mask.first_hidden() and mask.hides(k, bounds)
-                assert hidden == (not any(mask.sees(row, k, bounds) for row in range(tile.row, tile.row_end)))
+                rows = range(tile.row, tile.row_end)
+                seen = any(mask.sees(0, row, k, bounds._replace(own=[int(first[row])])) for row in rows)
+                assert hidden == (not seen)
         masked_pairs(tile, keys, bounds, pairs)
     q, k = np.arange(total)[:, None], np.arange(total)[None]
     assert (pairs[:, :total] == ((k <= q) & (q < seg.visible_end[k]) & (k >= first[q]))).all()
