@@ -1,4 +1,4 @@
-"""The commands of docs and programs that need veRL: every option and line of configuration is taken."""
+"""The commands of docs that need veRL: every line of configuration is taken."""
 
 from __future__ import annotations
 
@@ -8,18 +8,10 @@ import pytest
 import verl
 from hydra import compose, initialize_config_dir
 
-from tests.documents import parse, shown, words_of
+from tests.documents import shown, words_of
 
 TRAINER = ["python", "-m", "verl.trainer.main_ppo"]
 SHOWN = [words_of(command) for _, command, _ in shown()]
-TOOLS = ["tools.bench.verl", "tools.bench.train_verl"]
-OURS = [words for words in SHOWN if words[:2] == ["python", "-m"] and words[2] in TOOLS]
-
-
-@pytest.mark.parametrize("words", OURS, ids=" ".join)
-def test_options_are_taken(words):
-    needed = ["--json", "figures.json"] if "--json" not in words else []  # left out where a page only names the program
-    parse([*words, *needed])
 
 
 @pytest.mark.parametrize("words", [words for words in SHOWN if words[:3] == TRAINER], ids=lambda words: words[-1])
