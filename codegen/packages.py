@@ -75,6 +75,7 @@ _ALL = (
     Package("peft", "peft", "0.18", "adapters in models", "pip install 'peft>=0.18'"),
     Package("flash-linear-attention", "fla", "0.6", "recurrent layers on a GPU", "pip install 'dualkv[hybrid]'"),
     Package("trl", "trl", "1.16", "the TRL trainer", "pip install 'dualkv[trl]'"),
+    Package("ms-swift", "swift", "4.6", "the ms-swift trainer", "pip install 'dualkv[swift]'"),
     Package("verl", "verl", "0.9.1", "the veRL plugin", "pip install 'dualkv[verl]'"),
     Package("megatron-core", "megatron.core", "0.16.1", "models of megatron-core", "pip install 'dualkv[megatron]'"),
     Package("matplotlib", "matplotlib", "3.10", "plots", "pip install 'dualkv[bench]'"),

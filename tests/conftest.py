@@ -25,6 +25,11 @@ FOLDERS = (
         find_spec("megatron") is not None,
         "megatron-core is not installed here (make test-megatron)",
     ),
+    (
+        TESTS / "integrations" / "swift",
+        find_spec("swift") is not None,
+        "ms-swift is not installed here (make test-swift)",
+    ),
     (TESTS / "integrations" / "trl", find_spec("trl") is not None, "TRL is not installed here (make test-trl)"),
     (TESTS / "integrations" / "verl", find_spec("verl") is not None, "veRL is not installed here (make test-verl)"),
     (

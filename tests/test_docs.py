@@ -35,7 +35,7 @@ MADE = {
     "help": ("", "make test"),
     "demo": (SMALL["dualkv demo"], "EXACT TO ROUNDING"),
 }
-FOREIGN = ("pre-commit",)  # programs of others
+FOREIGN = ("pre-commit", "echo", "swift")  # programs of others
 CONSTRAINTS = ROOT / "constraints.txt"
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHOWN = sorted(set(shown()))

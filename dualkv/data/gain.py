@@ -19,6 +19,7 @@ from dualkv.prefixes import SharedPrefixes
 # the small number borders and pairs weigh the most.
 PAIRS_A_ROW = 3800
 PAIRS_A_BORDER = 64  # half of the widest block of keys
+MIN_SHARED = 8  # tokens: parts that begin alike for fewer are repeated, which keeps segments long
 MIN_GAIN = 0.02  # of the cost: below it, the shared part is not worth another layout
 
 

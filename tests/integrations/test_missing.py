@@ -14,7 +14,13 @@ from codegen import packages
 from dualkv import integrations
 from dualkv.data.rollouts import LocalTokenizer
 
-OF_MODULE = {"transformers": "transformers", "trl": "trl", "verl": "verl", "megatron": "megatron-core"}
+OF_MODULE = {
+    "transformers": "transformers",
+    "trl": "trl",
+    "verl": "verl",
+    "megatron": "megatron-core",
+    "swift": "ms-swift",
+}
 
 
 def forget(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,6 +61,7 @@ def test_the_sentence_names_the_extra(name: str, line: str, monkeypatch: pytest.
     [
         *((module, "transformers", "4.57.3") for module in ("transformers", "transformers.experts", "experts")),
         ("trl", "trl", "1.15.0"),
+        ("swift", "ms-swift", "4.5.0"),
         ("verl", "verl", "0.9.0"),
         ("megatron", "megatron-core", "0.15.4"),
     ],

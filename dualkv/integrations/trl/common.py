@@ -1,5 +1,4 @@
-"""The common parts of TRL's trainers on packed rows: refusals of models, packing, the load balancing loss, counts of
-rows."""
+"""The common parts of TRL's trainers on packed rows: refusals of models, packing, the load balancing loss."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from dualkv.arrays import check_gib
-from dualkv.data.gain import pays_over
+from dualkv.data.gain import MIN_SHARED, pays_over
 from dualkv.data.packing import PackedBatch, pack_padded
 from dualkv.data.trees import PackedSequences, pack_tree
 from dualkv.integrations.transformers import adapters, enable, layers, recompute_layers, support
@@ -21,8 +20,6 @@ from dualkv.integrations.transformers.experts import load_balancing_loss
 from dualkv.prefixes import PrefixTree, read_sequences
 
 Batch = dict[str, Any]
-
-MIN_SHARED = 8  # tokens: parts that begin alike for fewer are repeated, which keeps segments long
 
 
 def refuse_model(model: Any) -> None:
@@ -132,18 +129,6 @@ def at_tokens(values: torch.Tensor, rows: torch.Tensor, response_mask: torch.Ten
     """
     own = values[0][rows]  # the gradient of index_select is summed by atomics
     return own.new_zeros(response_mask.shape).masked_scatter(response_mask != 0, own)
-
-
-def count_rows(trainer: Any, batch: PackedBatch | PackedSequences, padded: torch.Tensor) -> None:
-    """Adds to a trainer's metrics the rows of a micro-batch, packed and padded."""
-    layout = batch.layout
-    metrics = trainer._metrics["train" if trainer.model.training else "eval"]
-    for name, value in {
-        "tokens_packed": layout.num_tokens,
-        "tokens_padded": padded.numel(),
-        "dedup_ratio": padded.numel() / layout.num_tokens,
-    }.items():
-        metrics[f"dualkv/{name}"].append(value)
 
 
 def call(

@@ -22,12 +22,12 @@ from dualkv.data.media import OF_TOKENS, grouped
 from dualkv.data.packing import PackedBatch
 from dualkv.data.trees import PackedSequences
 from dualkv.integrations import losses
+from dualkv.integrations.metrics import count_rows
 from dualkv.integrations.transformers import media, suspended
 from dualkv.integrations.trl.common import (
     Batch,
     at_tokens,
     call,
-    count_rows,
     enable_all,
     joined,
     pack_rollouts,

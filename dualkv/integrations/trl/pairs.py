@@ -19,15 +19,15 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from trl.trainer.utils import FusedCausalLMOutput
 
+from dualkv.data.gain import MIN_SHARED
 from dualkv.data.packing import IGNORED
 from dualkv.data.trees import pack_sequences
+from dualkv.integrations.metrics import count_rows
 from dualkv.integrations.transformers import support
 from dualkv.integrations.trl.common import (
-    MIN_SHARED,
     Batch,
     at_tokens,
     call,
-    count_rows,
     enable_all,
     enable_policy,
     pack_rollouts,
