@@ -2,10 +2,12 @@
 
 import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "USE_HF": "1", "MODELSCOPE_CACHE": "/nonexistent"}
+CACHE = TemporaryDirectory(prefix="modelscope")
+os.environ |= {"HF_HUB_OFFLINE": "1", "USE_HF": "1", "MODELSCOPE_CACHE": CACHE.name}
 
 
 @pytest.fixture(scope="session")
