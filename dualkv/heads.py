@@ -6,16 +6,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from dualkv.draws import Draws
 
 GATHERED = (
     "call the head inside of the forward of the module that gathers its weights, take logits by"
     " model(..., logits_to_keep=batch.predict_rows), or for a vocabulary over ranks see docs/fsdp.md"
 )
+INSTEAD = "take its logits by model(..., dualkv=layout, logits_to_keep=batch.predict_rows)"
 Rows = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -31,9 +38,10 @@ class Head:
         bias: [V], of the dtype and device of `weight`, or None.
         scale: finite and not 0; multiplies logits and bias, before the cap.
         softcap: above 0 and finite, or None.
-        before: what the model computes of hidden states in front of the head, row by row: [..., C] -> [..., C].
-        module: in the place of `weight` and `bias`, whatever makes logits of rows, each by itself: [n, C] -> [n, V]. A
-            head with an adapter is called as it is. It must give the same logits twice, so no dropout may be active.
+        before: what the model computes of hidden states in front of the head: [n, C] -> [n, C].
+        module: in the place of `weight` and `bias`, whatever makes logits of rows: [n, C] -> [n, V]. Both must make
+            each row by itself, and the same twice, so no dropout may be active. The first use checks this on a few
+            random rows: of an `nn.Module` once, and once in training; of another function in each call.
 
     Raises:
         TypeError: a weight or bias that is no floating point tensor.
@@ -81,33 +89,41 @@ class Head:
     def beside_weight(self) -> list[str]:
         """Name everything beside `weight` that changes the logits, in words; empty if nothing does."""
         return [
-            *["an adapter or a module of its own"] * (self.module is not None),
+            *([] if self.module is None else [named(self.module)]),
             *["a bias"] * (self.bias is not None),
             *[f"the scale {self.scale:g}"] * (self.scale != 1.0),
             *[f"the cap {self.softcap}"] * (self.softcap is not None),
-            *[f"{type(self.before).__name__} in front of the head"] * (self.before is not None),
+            *([] if self.before is None else [f"{named(self.before)} in front of the head"]),
         ]
 
     def in_front(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [..., C] -> what the head multiplies [..., C].
+        """hidden [n, C] -> what the head multiplies [n, C].
 
         Raises:
-            ValueError: `before` has a weight of which this rank has a part.
+            ValueError: `before` has a weight of which this rank has a part, or does not make each row by itself.
         """
-        return hidden if self.before is None else apply("what is before the head", self.before, hidden)
+        if self.before is None:
+            return hidden
+        check_rows(BEFORE, self.before, hidden)
+        return apply(BEFORE, self.before, hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [..., C] -> logits [..., V], all at a time, with gradients.
 
         The product runs in the dtype of the inputs, as a model's own head does; what follows is fp32 (fp64 for fp64).
+
+        Raises:
+            ValueError: `module` or `before` as in :func:`dualkv.response_logprobs`.
         """
-        states = self.in_front(hidden)
+        states = self.in_front(hidden.reshape(-1, hidden.shape[-1]))
         if self.module is not None:
-            logits = apply("the head's module", self.module, states)
+            check_rows(MODULE, self.module, states)
+            logits = apply(MODULE, self.module, states)
         else:
             assert self.weight is not None
-            logits = torch.nn.functional.linear(states, self.weight, self.bias)
+            logits = nn.functional.linear(states, self.weight, self.bias)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = logits.reshape(*hidden.shape[:-1], logits.shape[-1])
         if self.softcap is not None:
             return self.softcap * torch.tanh(logits / (self.softcap / self.scale))
         return logits if self.scale == 1.0 else logits * self.scale
@@ -139,11 +155,122 @@ def apply(name: str, rows: Rows, states: torch.Tensor) -> torch.Tensor:
     except RuntimeError as error:
         if "DTensor" not in str(error):
             raise
-        for of_weight, weight in rows.named_parameters() if isinstance(rows, torch.nn.Module) else ():
-            check_whole(f"{of_weight} of {name} ({type(rows).__name__})", weight)
+        owner = _owner(rows)
+        for of_weight, weight in owner.named_parameters() if owner is not None else ():
+            check_whole(f"{of_weight} of {name} ({type(owner).__name__})", weight)
         raise ValueError(f"{name} meets a DTensor, expected plain tensors: {GATHERED}") from error
+    if not isinstance(made, torch.Tensor):
+        raise ValueError(f"{name} makes a {type(made).__name__}, expected a tensor")
     check_whole(f"the result of {name}", made)
     return made
+
+
+# ---------------------------------------------------------------- parts of a head that are called
+BEFORE, MODULE = "what is before the head", "the head's module"
+ROWS = 4  # of a check, each four times as large as the one before, so that a small part of a large row shows
+BOUND = 0.03  # of relative differences, which rounding to bf16 explains
+# Modules that have passed, and with which parts in training.
+_PASSED: WeakKeyDictionary[nn.Module, set[tuple[Any, ...]]] = WeakKeyDictionary()
+
+
+def _owner(rows: Any) -> nn.Module | None:
+    """The module that is called, itself or by a method of it; None of a function."""
+    while not isinstance(rows, nn.Module) and rows is not None:
+        rows = getattr(rows, "__self__", None)
+    return rows
+
+
+def named(rows: Rows) -> str:
+    """Name a part of a head that is called, in words."""
+    if (owner := _owner(rows)) is None:
+        return f"the function {getattr(rows, '__name__', type(rows).__name__)}"
+    cls = type(owner)
+    return f"the adapter {cls.__module__}.{cls.__name__}" if cls.__module__.startswith("peft.") else cls.__name__
+
+
+@torch.compiler.disable
+@torch.no_grad()
+def check_rows(name: str, rows: Rows, like: torch.Tensor) -> None:
+    """Raises ValueError if a part of a head makes other results of a row alone than beside others, or draws random
+    numbers; a module is called for it once in each mode. A weight that is zero, as those of adapters are before they
+    are trained, hides what the module will read.
+
+    Args:
+        name: of the part.
+        rows: the part.
+        like: [n, C], whose width, dtype and device the rows of the check have.
+    """
+    owner = _owner(rows)
+    modes = () if owner is None else tuple((type(part), part.training) for part in owner.modules())
+    if owner is not None and modes in _PASSED.setdefault(owner, set()):
+        return
+    what, device = f"{name} ({named(rows)})", like.device
+    expected = f"expected each row by itself, and the same twice: {INSTEAD}"
+    some = torch.randn(ROWS, like.shape[1], generator=torch.Generator().manual_seed(0), device="cpu")
+    some = (some * 4.0 ** torch.arange(ROWS, device="cpu")[:, None]).to(like)
+    with _untouched(owner, device):
+        before = _random_state(device)
+        together = apply(name, rows, some)
+        try:
+            alone = torch.cat([apply(name, rows, row[None]) for row in some])
+        except Exception as error:
+            says = " ".join(str(error).split())[:300]
+            raise ValueError(f"{what} does not run on one row ({says}), {expected}") from error
+        if not all(map(torch.equal, before, _random_state(device))):
+            draws = [Draws(extreme=extreme) for extreme in (-1, 1)]
+            least, most = (_under(each, rows, some) for each in draws)
+            # PEFT draws one number where it drops no module. Dropout may show only once its adapter is trained.
+            if _differs(least, most) > 0 or any(math.prod(shape) > 1 for shape in draws[0].shapes):
+                raise ValueError(f"{what} draws random numbers, {expected}")
+    if (differs := _differs(alone, together)) > BOUND:
+        raise ValueError(
+            f"{what} makes other results of rows alone than of the same rows together, by {differs:.2g} relative,"
+            f" {expected}"
+        )
+    if owner is not None:
+        _PASSED[owner].add(modes)
+
+
+def _under(draws: Draws, rows: Rows, states: torch.Tensor) -> torch.Tensor:
+    with draws:
+        return rows(states)
+
+
+def _differs(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest difference of two results [n, ...], relative to the element and to its row's median."""
+    if a.shape != b.shape:
+        return math.inf
+    worst = 0.0
+    for x, y in zip(a.double(), b.double(), strict=True):
+        typical = y[y.isfinite() & (y != 0)].abs().median()  # logits of unused tokens may be -inf, or nearly
+        relative = torch.where(x == y, 0.0, (x - y).abs() / (y.abs() + typical)).nan_to_num(nan=math.inf)
+        worst = max(worst, float(relative.max()))
+    return worst
+
+
+def _random_state(device: torch.device) -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+@contextmanager
+def _untouched(owner: nn.Module | None, device: torch.device) -> Iterator[None]:
+    """Restores random state and buffers, such as the statistics of norms in training, and keeps no casts of weights."""
+    kept = [] if owner is None else [(buffer, buffer.clone()) for buffer in owner.buffers()]
+    with (
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        torch.autocast(*autocast_now(device.type), cache_enabled=False),
+    ):
+        try:
+            yield
+        finally:
+            for buffer, was in kept:
+                if not torch.equal(buffer, was):
+                    buffer.copy_(was)
+
+
+def autocast_now(device: str) -> tuple[str, torch.dtype, bool]:
+    """The autocast that is on: device, dtype, whether it is on."""
+    return device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
 
 
 # Of weights that are known to be a model's head: raises ValueError if the head is more than the weight.

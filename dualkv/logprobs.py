@@ -21,7 +21,7 @@ from dualkv.data.packing import PackedBatch
 from dualkv.data.parts import TreePart
 from dualkv.data.rows import check_used
 from dualkv.data.trees import PackedSequences
-from dualkv.heads import Head, Rows, apply, check_tensor, of_weight
+from dualkv.heads import MODULE, Head, Rows, apply, autocast_now, check_rows, check_tensor, of_weight
 
 
 class Chunk(NamedTuple):
@@ -93,7 +93,7 @@ def response_logprobs(
     device = states.device.type
     tensors: Sequence[torch.Tensor | None]
     if head.module is not None:
-        called = _Called(head.module, *_autocast(device))
+        called = _Called(head.module, *autocast_now(device))
         vocabulary, tensors = called.probe(states)
     else:
         weight, called = cast(torch.Tensor, head.weight), None
@@ -379,11 +379,6 @@ def _chunks_to_keep(
     return max(0, int(room / (rows * vocabulary * size)))
 
 
-def _autocast(device: str) -> tuple[str, torch.dtype, bool]:
-    """The autocast that is on: device, dtype, whether it is on."""
-    return device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-
-
 class _Called:
     """A head that is called for its logits, under the autocast of the forward."""
 
@@ -394,10 +389,11 @@ class _Called:
         """states [n, C] -> logits [n, V]"""
         # No cache: casts of weights that were made without gradients would stay in it.
         with torch.autocast(*self._autocast, cache_enabled=False):
-            return apply("the head's module", self.module, states)
+            return apply(MODULE, self.module, states)
 
     def probe(self, states: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
         """V, and the leaves behind the logits that require gradients, also those that the module does not list."""
+        check_rows(MODULE, self.module, states)
         with torch.enable_grad():
             logits = self(states[:1].detach())
         if logits.dim() != 2 or len(logits) != 1 or not logits.is_floating_point():

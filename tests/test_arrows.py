@@ -25,6 +25,7 @@ ROWS: dict[tuple[str, ...], tuple[str, ...]] = {
         "dualkv/canary.py",
         "dualkv/context_parallel.py",
         "dualkv/context_plan.py",
+        "dualkv/draws.py",
         "dualkv/grpo.py",
         "dualkv/heads.py",
         "dualkv/logprobs.py",

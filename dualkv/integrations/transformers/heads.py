@@ -7,6 +7,7 @@ code uses shows on a small copy: its logits are compared with those that each ch
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import json
@@ -15,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from types import MethodType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -23,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from dualkv.arrays import check_model
-from dualkv.heads import KNOWN, Head, Rows, check_whole
+from dualkv.heads import INSTEAD, KNOWN, Head, Rows, check_whole
 from dualkv.integrations.transformers import layers, recurrent, selfcheck
 from dualkv.integrations.transformers.shrink import HIDDEN, shrink
 
@@ -38,7 +40,6 @@ TOLERANCE = 1e-4
 LARGE = 1000.0  # a factor of logits that shows any cap
 
 GATHER = "torch.distributed.", "deepspeed."  # modules of hooks that gather weights, and change no logits
-INSTEAD = "take its logits by model(..., dualkv=layout, logits_to_keep=batch.predict_rows)"
 
 
 def head(model: nn.Module) -> Head:
@@ -47,10 +48,11 @@ def head(model: nn.Module) -> Head:
         hidden = model.model(input_ids=batch.input_ids, dualkv=batch.layout).last_hidden_state
         logp, entropy = dualkv.response_logprobs(hidden, head(model), batch)
 
-    Weight, bias, scale, cap, and a module in front of the head are the model's own, so gradients reach them. An adapter
-    of PEFT on the head runs as it is, and is trained. What a model computes is proved on a small copy (class and
-    configuration of the model, random weights), once a configuration in a process, which takes about a second. Read
-    the head anew for each batch: that is cheap, and sees adapters that were switched meanwhile.
+    Weight, bias, scale, cap, and a module in front of the head are the model's own, so gradients reach them. A head
+    that is more than an `nn.Linear`, such as one with an adapter of PEFT, is called as it is, and is trained; its first
+    use checks that it makes each row by itself (:class:`dualkv.Head`). What a model does around its head is proved on a
+    small copy (class and configuration of the model, random weights), once a configuration in a process, which takes
+    about a second. Read the head anew for each batch: that is cheap, and sees adapters that were switched meanwhile.
 
     Args:
         model: a transformers model or a wrapper around one, such as PEFT's. With FSDP2 call `head` inside of the
@@ -70,17 +72,18 @@ def head(model: nn.Module) -> Head:
     _remember(whole, inner)
     before: Rows | None = None
     if rule.before is not None:
-        before = in_front = whole.get_submodule(rule.before)
+        in_front = whole.get_submodule(rule.before)
+        before = _on_rows(in_front)
         if not any(isinstance(part, FSDPModule) for part in in_front.modules()):  # FSDP2 gathers weights at the call
             _refuse_shards(inner, in_front)
     if (factor := rule.factor.of(whole.config)) != 1.0:
-        before = Times(factor)
+        before = _times(factor)
     after = _behind(whole, rule)
     _refuse_shards(inner, module)
     if _is_linear(module):
         return Head(module.weight, module.bias, before=before, **after)
     _refuse_dropout(inner, module)
-    return Head(module=module, before=before, **after)
+    return Head(module=_on_rows(module), before=before, **after)
 
 
 def within(model: nn.Module) -> tuple[nn.Module, Callable[[Rows], Head]]:
@@ -94,7 +97,7 @@ def within(model: nn.Module) -> tuple[nn.Module, Callable[[Rows], Head]]:
     if owners is None:
         raise ValueError(_no_head(model))
     module: Any = output(owners[1])
-    changes = [h for h in module._forward_hooks.values() if not str(getattr(h, "__module__", "")).startswith(GATHER)]
+    changes = [hook for hook in module._forward_hooks.values() if not _gathers(hook)]
     if changes or hasattr(module, "_fsdp_wrapped_module"):
         found = f"the forward hook {changes[0]!r}" if changes else "FSDP1's wrapper of its own"
         raise ValueError(f"the head of {type(owners[1]).__name__} has {found}: {INSTEAD}")
@@ -109,7 +112,7 @@ def _left(whole: PreTrainedModel, inner: PreTrainedModel, module: Any, linear: b
     if linear:
         return Head(module.weight, module.bias, **after)
     _refuse_dropout(inner, module)
-    return Head(module=forward, **after)
+    return Head(module=_on_rows(forward), **after)
 
 
 def _behind(whole: PreTrainedModel, rule: Rule) -> dict[str, Any]:
@@ -160,14 +163,27 @@ def refuse_adapter(model: nn.Module, why: str, instead: str) -> None:
         )
 
 
-class Times:
+class Times(nn.Module):
     """Hidden states times a number, in front of the head."""
 
     def __init__(self, factor: float) -> None:
+        super().__init__()
         self.factor = factor
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden * self.factor
+
+
+_times = functools.cache(Times)  # one module, which is checked once
+
+
+def _on_rows(module: Rows) -> Rows:
+    """Make of a module that a model calls on one sequence [1, n, C] a method of it for rows [n, C]."""
+    return MethodType(_on_sequence, module)
+
+
+def _on_sequence(module: Rows, rows: torch.Tensor) -> torch.Tensor:
+    return module(rows[None])[0]
 
 
 def _owners(model: nn.Module) -> tuple[PreTrainedModel, PreTrainedModel] | None:
@@ -191,14 +207,20 @@ def _no_head(model: nn.Module) -> str:
 def _is_linear(module: Any, with_hooks: bool = True) -> bool:
     """Whether a head multiplies by its `weight` and adds its `bias`, and nothing else happens when it is called, in its
     hooks too where they count."""
-    inside = module
+    inside = [module]
     if type(module).__name__ == "ModulesToSaveWrapper":  # of PEFT: its `weight` is that of the copy which is active
-        inside = module.original_module
-    cls = next(c for c in type(inside).__mro__ if not issubclass(c, FSDPModule))
-    if cls is not nn.Linear or "forward" in vars(inside):
-        return False
-    hooked = with_hooks and (module._forward_hooks or module._forward_pre_hooks)
-    return isinstance(inside, FSDPModule) or not hooked  # FSDP2's hooks gather the weight
+        inside = [module.original_module, *module.modules_to_save.values()]
+    for part in inside:
+        cls = next(c for c in type(part).__mro__ if not issubclass(c, FSDPModule))
+        if cls is not nn.Linear or "forward" in vars(part):
+            return False
+    called = [part for part in (module, *inside) if with_hooks or part is not module]
+    hooks = [hook for part in called for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())]
+    return all(map(_gathers, hooks))
+
+
+def _gathers(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(GATHER)
 
 
 def _refuse_shards(model: PreTrainedModel, module: nn.Module) -> None:
@@ -207,7 +229,7 @@ def _refuse_shards(model: PreTrainedModel, module: nn.Module) -> None:
         for name, weight in part.named_parameters(recurse=False):
             what = f"the {name} of {type(model).__name__}'s head"
             check_whole(what, weight)
-            if weight.numel() and not weight.untyped_storage().size():  # FSDP1 lets go of it outside of the forward
+            if not weight.untyped_storage().size():  # FSDP1 and ZeRO-3 let go of it outside of the forward
                 raise ValueError(f"{what} has no values here: {INSTEAD}")
             # The columns of a weight that is tied may be others than the layer says (Ovis 2).
             if type(part) is nn.Linear and name == "weight" and weight.shape[:-1] != (part.out_features,):
@@ -360,9 +382,9 @@ def _prove(cls: type[Any], config: PreTrainedConfig) -> Rule:
         if not all(_same(hidden, other) for other in seen.hidden[1:]):
             raise UnknownError("the decoder and the model around it have different last hidden states")
         if at not in seen.modules:
-            raise UnknownError("its module is not called")
+            raise UnknownError(f"its module, a {type(module).__name__}, is not called with one tensor alone")
         rows, made = seen.modules[at]
-        if not _same(made, torch.nn.functional.linear(rows, module.weight, module.bias)):
+        if _is_linear(module) and not _same(made, nn.functional.linear(rows, module.weight, module.bias)):
             raise UnknownError("its module is not linear")
         before, factor = _in_front(model.config, hidden, rows, seen)
         # What follows shows on logits as they are, and on large ones.
@@ -452,14 +474,15 @@ def _run(model: PreTrainedModel, module: nn.Module, factor: float) -> Seen:
     def keep_hidden(_module: nn.Module, _args: Any, out: Any) -> None:
         seen.hidden.append(out.last_hidden_state if hasattr(out, "last_hidden_state") else out[0])
 
-    def keep(name: str, part: nn.Module, args: Any, out: Any) -> Any:
-        if args and isinstance(args[0], torch.Tensor) and isinstance(out, torch.Tensor):
-            seen.modules[name] = args[0], out
+    def keep(name: str, part: nn.Module, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
+        given = [*args, *kwargs.values()]
+        if len(given) == 1 and isinstance(given[0], torch.Tensor) and isinstance(out, torch.Tensor):
+            seen.modules[name] = given[0], out
         return out * factor if part is module else None
 
     hooks = [base.register_forward_hook(keep_hidden) for base in bases]
     outside = [(name, part) for name, part in model.named_modules() if id(part) not in inside]
-    hooks += [part.register_forward_hook(partial(keep, name)) for name, part in outside]
+    hooks += [part.register_forward_hook(partial(keep, name), with_kwargs=True) for name, part in outside]
     try:
         vocabulary = cast(Any, model.get_input_embeddings()).num_embeddings
         draw = torch.Generator().manual_seed(1)

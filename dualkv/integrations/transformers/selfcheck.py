@@ -24,8 +24,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from dualkv.branches import Branch, walk
 from dualkv.data.trees import PackedSequences
+from dualkv.draws import Draws, Shape
 from dualkv.integrations.transformers import adapters, checkpointing, layers, recurrent, rotary
-from dualkv.integrations.transformers.draws import Draws, Shape
 from dualkv.integrations.transformers.shrink import shrink
 from dualkv.integrations.transformers.traced import where_traced
 from dualkv.layout import Layout

@@ -60,7 +60,8 @@ def logprobs(
     own_forward, was = module.forward, vars(module).get("forward")
     found: list[torch.Tensor] = []
 
-    def forward(states: torch.Tensor) -> torch.Tensor:
+    def forward(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        (states,) = (*args, *kwargs.values())
         left = head_of(own_forward)
         values = response_logprobs(
             states, left, batch, temperature, chunk_size=chunk_size, compiled=compiled, memory=memory

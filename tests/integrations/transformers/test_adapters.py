@@ -28,8 +28,8 @@ from peft.tuners.lora.layer import LoraVariant  # noqa: E402
 from transformers.integrations import neftune  # noqa: E402
 
 import dualkv  # noqa: E402
+from dualkv.draws import Draws  # noqa: E402
 from dualkv.integrations.transformers import adapters, disable, enable, layers, recompute_layers, selfcheck  # noqa: E402
-from dualkv.integrations.transformers.draws import Draws  # noqa: E402
 from dualkv.integrations.transformers.shrink import shrink  # noqa: E402
 from tests.integrations.tiny import assert_close, make_model, token_ids  # noqa: E402
 

@@ -356,6 +356,12 @@ def on_a_rank(rank: int) -> None:
     hidden = whole.model(input_ids=batch.input_ids, dualkv=batch.layout).last_hidden_state.detach()
     want, got = (dualkv.response_logprobs(hidden, head(model), batch)[0] for model in (whole, split))
     torch.testing.assert_close(got, want)
+    hooked = tiny()
+    fully_shard(hooked.lm_head, mesh=mesh)
+    heads.refuse_adapter(hooked, "", "")  # FSDP2's own hooks change nothing
+    hooked.lm_head.register_forward_hook(lambda _module, _args, out: out * 0.5)
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM"):
+        heads.refuse_adapter(hooked, "", "")
     dist.destroy_process_group()
 
 

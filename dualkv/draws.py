@@ -27,8 +27,8 @@ class Draws(TorchDispatchMode):
     def __init__(self, of: Shape | None = None, extreme: int = 0) -> None:
         """
         Args:
-            of: draws of this shape are extreme, each the least or the largest of SAMPLES.
-            extreme: -1 or 1.
+            of: the shape of draws that are extreme, each the least or the largest of SAMPLES; None for all.
+            extreme: -1 or 1; 0 for none.
         """
         super().__init__()
         self.of, self.extreme = of, extreme
@@ -41,6 +41,8 @@ class Draws(TorchDispatchMode):
         if func is torch.ops.aten.native_dropout.default:
             values, p = args[0], args[1]
             self.shapes.add(tuple(values.shape))
+            if self.extreme < 0 and self.of is None:
+                return torch.zeros_like(values), torch.zeros_like(values, dtype=torch.bool)
             return values / (1 - p), torch.ones_like(values, dtype=torch.bool)
         generator = kwargs.get("generator") or torch.default_generator
         generator.manual_seed(0)
@@ -49,7 +51,7 @@ class Draws(TorchDispatchMode):
             return made
         shape = tuple(made.shape)
         self.shapes.add(shape)
-        if shape == self.of:
+        if self.extreme and self.of in (None, shape):
             found = made.clone()
             for _ in range(SAMPLES):
                 pick = torch.minimum if self.extreme < 0 else torch.maximum
