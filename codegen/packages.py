@@ -2,8 +2,8 @@
 
 Every check of an installed package is one of this module: :func:`require` where a package is imported, :func:`lacking`
 where another way is taken without it, and `dualkv doctor`, which lists them all. A version is refused below the lowest
-one that was tried. A newer one is refused only for a fault that is known: metadata of this project may ask for less.
-Nothing is imported to find out.
+one that was tried. A newer one is refused only for a fault that is known, or where what is borrowed of it has changed
+(:mod:`codegen.surface`). Nothing is imported to find out.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class Package:
         install: command.
         needed: whether this project cannot do without.
         below: first version with a known fault, else None.
+        tried: newest version that the tests ran with, of packages whose surface is probed (:mod:`codegen.surface`).
     """
 
     name: str
@@ -39,6 +40,7 @@ class Package:
     install: str
     needed: bool = False
     below: str | None = None
+    tried: str | None = None
 
     @property
     def versions(self) -> str:
@@ -70,19 +72,27 @@ _ALL = (
     Package("nvidia-cutlass-dsl", "nvidia_cutlass_dsl", "4.8", "compiling kernels", "pip install 'dualkv[compile]'"),
     # The lowest that veRL takes. The trainers of TRL pass their tests with 5.10.4 too.
     Package(
-        "transformers", "transformers", "5.5.3", "language models, `dualkv demo`", "pip install 'dualkv[transformers]'"
+        "transformers", "transformers", "5.5.3", "language models, `dualkv demo`",
+        "pip install 'dualkv[transformers]'", tried="5.24.0",
     ),
     Package("peft", "peft", "0.18", "adapters in models", "pip install 'peft>=0.18'"),
-    Package("flash-linear-attention", "fla", "0.6", "recurrent layers on a GPU", "pip install 'dualkv[hybrid]'"),
-    Package("trl", "trl", "1.16", "the TRL trainer", "pip install 'dualkv[trl]'"),
+    Package(
+        "flash-linear-attention", "fla", "0.6", "recurrent layers on a GPU",
+        "pip install 'dualkv[hybrid]'", tried="0.6.0",
+    ),
+    Package("trl", "trl", "1.16", "the TRL trainer", "pip install 'dualkv[trl]'", tried="1.16.0"),
     Package("ms-swift", "swift", "4.6", "the ms-swift trainer", "pip install 'dualkv[swift]'"),
     Package("verl", "verl", "0.9.1", "the veRL plugin", "pip install 'dualkv[verl]'"),
-    Package("megatron-core", "megatron.core", "0.16.1", "models of megatron-core", "pip install 'dualkv[megatron]'"),
+    Package(
+        "megatron-core", "megatron.core", "0.16.1", "models of megatron-core",
+        "pip install 'dualkv[megatron]'", tried="0.19.2",
+    ),
     Package("matplotlib", "matplotlib", "3.10", "plots", "pip install 'dualkv[bench]'"),
     Package("nvidia-ml-py", "pynvml", "13", "energy in benchmarks", "pip install 'dualkv[bench]'"),
     Package("triton", "triton", None, "torch.compile and recurrent layers on a GPU", "pip install triton"),
     Package(
-        "nvidia-cudnn-frontend", "cudnn", "1.29", "attention on Blackwell GPUs by cuDNN", "pip install 'dualkv[cudnn]'"
+        "nvidia-cudnn-frontend", "cudnn", "1.29", "attention on Blackwell GPUs by cuDNN",
+        "pip install 'dualkv[cudnn]'", tried="1.32.0",
     ),
     Package("liger-kernel", "liger_kernel", "0.8.5", "norms and MLPs of `fast=True`", "pip install liger-kernel"),
     Package("flash-attn-4", "flash_attn.cute", None, "a peer in benchmarks", "pip install --pre flash-attn-4"),

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 ROWS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("cute_kernels/abi.py",): (),
     ("cute_kernels/",): ("cute_kernels/abi.py",),
-    ("codegen/packages.py",): (),
+    ("codegen/packages.py", "codegen/surface.py"): (),
     ("codegen/",): ("cute_kernels/abi.py", "codegen/packages.py"),
     ("dualkv/layout.py", "dualkv/segments.py", "dualkv/arrays.py", "dualkv/prefixes.py"): (
         "cute_kernels/abi.py",

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from codegen import packages
+from codegen import packages, surface
 from dualkv.ops.compiling import NotCompiled, refusal, refuse_again
 from dualkv.ops.hopper import tma_ready
 from dualkv.ops.intervals import group_lengths, interval_ends
@@ -29,6 +29,17 @@ PACKAGE = "nvidia-cudnn-frontend"
 CAPABILITIES = (9, 0), (10, 0), (10, 3)
 HEAD_DIM_MAX = 256
 DTYPES = torch.bfloat16, torch.float16
+SPANS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
+EXECUTE = "workspace softmax_scale current_stream"
+CALLS = (  # as below: what is called, what it is given by position, and by name
+    ("create_mask_plan", "mask_func q k v", f"{SPANS} build_backward"),
+    ("FlexAttentionFwd", "q k v o mask_plan lse", ""),
+    ("FlexAttentionFwd.execute", "self q k v o mask_plan lse", EXECUTE),
+    ("FlexAttentionBwd", "q k v o do lse dq dk dv mask_plan dlse", "deterministic"),
+    ("FlexAttentionBwd.execute", "self q k v o do lse dq dk dv mask_plan dlse", EXECUTE),
+    ("FlexAttentionFwd.check_support", "self", ""),
+    ("FlexAttentionFwd.compile", "self", ""),
+)
 BLACKWELL_WIDE = (256, 256)  # head dims whose backward on Blackwell takes no gradient of lse
 
 
@@ -84,7 +95,11 @@ def head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 @cache
 def _module() -> Any:
     with _compiling("import"):
-        return importlib.import_module("cudnn.flex_attention")
+        module = importlib.import_module("cudnn.flex_attention")
+        for call in CALLS:
+            if (said := surface.uncallable(module, *call)) is not None:
+                raise ImportError(surface.unfit(PACKAGE, said))
+        return module
 
 
 @contextmanager

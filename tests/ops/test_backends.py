@@ -3,8 +3,6 @@ stand-in for its package that computes densely."""
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import sys
 import types
 from contextlib import nullcontext
@@ -14,7 +12,7 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 
 import dualkv
-from codegen import packages
+from codegen import packages, surface
 from dualkv import Layout
 from dualkv.cli import doctor
 from dualkv.ops import backends, compiling, cudnn, flex, hopper
@@ -293,31 +291,34 @@ def test_what_cudnn_is_given(plans, monkeypatch, capsys, name, features):
 
 
 def test_the_surface_of_the_installed_package():
-    """The names and arguments that `dualkv.ops.cudnn` uses, in the package itself."""
+    """The calls of `dualkv.ops.cudnn`, and that of the benchmark, in the package itself."""
     if cudnn.not_installed():
         pytest.skip(cudnn.not_installed())
-    theirs, ours = importlib.import_module("cudnn.flex_attention"), stand_in([])
-    for of, name in (
-        (lambda m: m, "create_mask_plan"),
-        (lambda m: m.FlexAttentionFwd, "execute"),
-        (lambda m: m.FlexAttentionBwd, "execute"),
+    theirs = IMPORTS_CUDNN()
+    assert surface.uncallable(theirs, "flex_attn_func", "q k v", "mask_plan softmax_scale") is None
+
+
+def test_the_surface_is_probed(monkeypatch):
+    """A version whose calls are those of 1.29 runs, whatever its number; another one is refused by what it has."""
+    for name in (module := stand_in([])).__dict__:
+        monkeypatch.setattr(module, name, getattr(module, name))
+    monkeypatch.setitem(sys.modules, "cudnn", types.ModuleType("cudnn"))
+    monkeypatch.setitem(sys.modules, "cudnn.flex_attention", module)
+    monkeypatch.setattr(packages, "found", lambda name: "1.33.0")
+    monkeypatch.setattr(compiling, "failures", {})
+    imports = IMPORTS_CUDNN.__wrapped__
+    assert imports() is module
+    for changed in (
+        lambda mask_func, k, q, v, **others: None,  # another order
+        lambda mask_func, q, k, v, *, cu_seqlens=None: None,
+        lambda mask_func, q, k: None,
     ):
-        used = inspect.signature(getattr(of(ours), name)).parameters.values()
-        found = inspect.signature(getattr(of(theirs), name)).parameters
-        optional = {"max_logit_tensor"}  # since 1.30; not passed here
-        positional = [p.name for p in used if p.kind is p.POSITIONAL_OR_KEYWORD]
-        assert list(found)[: len(positional)] == positional
-        assert {p.name for p in used} - optional <= set(found)
-    peer = inspect.signature(theirs.flex_attn_func).parameters  # as the benchmark calls it
-    assert [*peer][:3] == ["q", "k", "v"]
-    assert {"mask_plan", "softmax_scale"} <= set(peer)
-    sample = (
-        ("q", "k", "v", "o", "mask_plan", "lse"),
-        ("q", "k", "v", "o", "do", "lse", "dq", "dk", "dv", "mask_plan", "dlse"),
-    )
-    for of, names in zip(("FlexAttentionFwd", "FlexAttentionBwd"), sample, strict=True):
-        found = list(inspect.signature(getattr(theirs, of)).parameters)
-        assert found[: len(names)] == [f"sample_{n}" for n in names]
+        monkeypatch.setattr(compiling, "failures", {})
+        monkeypatch.setattr(module, "create_mask_plan", changed)
+        with pytest.raises(
+            compiling.NotCompiled, match=r"nvidia-cudnn-frontend 1\.33\.0 does not fit .*create_mask_plan"
+        ):
+            imports()
 
 
 def test_versions(monkeypatch):

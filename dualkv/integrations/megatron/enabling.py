@@ -25,7 +25,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.moe.router import Router
+from megatron.core.transformer.moe.router import Router, TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -33,6 +33,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import nn
 
+from codegen.surface import irreplaceable, unfit
 from dualkv.integrations.megatron.configs import counted, refuse, refuse_count, window_of
 from dualkv.integrations.megatron.routers import ROUTERS, RUNNING
 from dualkv.integrations.megatron.rows import ONE_RANK, PackedGroups
@@ -258,6 +259,27 @@ if HAVE_TE:
 PACKED = ATTENTION | CORE | ROUTERS
 STOCK = {packed: stock for stock, packed in PACKED.items()}
 
+# What the classes here replace of megatron-core's: methods, and what they read.
+BORROWED: dict[type, tuple[str, str]] = {
+    SelfAttention: ("__init__ forward", "config layer_number core_attention attn_mask_type"),
+    MLASelfAttention: ("__init__ forward get_query_key_value_tensors", "core_attention rotary_pos_emb softmax_scale"),
+    DotProductAttention: ("__init__ forward", "config layer_number softmax_offset"),
+    TopKRouter: (
+        "routing _apply_aux_loss _apply_seq_aux_loss _apply_global_aux_loss apply_z_loss"
+        " attach_and_log_load_balancing_loss",
+        "get_aux_loss_coeff local_tokens_per_expert enable_expert_bias global_tokens_per_expert ga_steps topk"
+        " tp_group tp_cp_group tp_dp_cp_group",
+    ),
+}
+
+
+@functools.cache
+def _check_borrowed(stock: type) -> None:
+    """Raises ImportError for a class of megatron-core that the one here does not replace as it should."""
+    methods, reads = BORROWED.get(stock, ("forward", ""))
+    if (said := irreplaceable(stock, PACKED[stock], methods, reads)) is not None:
+        raise ImportError(f"packed groups cannot run: {unfit('megatron-core', said)}", name="megatron.core")
+
 
 # ---------------------------------------------------------------- refusals
 def _name(found: Any) -> str:
@@ -282,6 +304,7 @@ def _check_attention(where: str, attention: Any, core: Any, crossed: Any, mask_t
         if STOCK.get(found, found) not in expected:
             names = " or ".join(_name(one) for one in expected)
             raise ValueError(f"{part} of {where} is {_name(found)}, expected megatron-core's {names}")
+        _check_borrowed(STOCK.get(found, found))
     if mask_type not in CAUSAL:
         shown = getattr(mask_type, "name", mask_type)
         raise ValueError(f"{where} has attn_mask_type {shown}, expected {' or '.join(t.name for t in CAUSAL)}")
@@ -292,6 +315,7 @@ def _check_router(where: str, found: Any) -> None:
     if STOCK.get(found, found) not in ROUTERS:
         names = " or ".join(map(_name, ROUTERS))
         raise ValueError(f"the router of {where} is {_name(found)}, expected megatron-core's {names}")
+    _check_borrowed(STOCK.get(found, found))
 
 
 # ---------------------------------------------------------------- specs and models

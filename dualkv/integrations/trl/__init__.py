@@ -8,11 +8,12 @@ TRL's. :class:`DPOTrainer` and :class:`RewardTrainer` train on pairs of answers.
 """
 
 from codegen.packages import require
+from codegen.surface import borrowing
 
 require("trl", __name__)
 require("transformers", __name__)
-
-from dualkv.integrations.trl.groups import GRPOTrainer, PackedGroups, RLOOTrainer
-from dualkv.integrations.trl.pairs import DPOTrainer, RewardTrainer
+with borrowing("trl", __name__):
+    from dualkv.integrations.trl.groups import GRPOTrainer, PackedGroups, RLOOTrainer
+    from dualkv.integrations.trl.pairs import DPOTrainer, RewardTrainer
 
 __all__ = ["DPOTrainer", "GRPOTrainer", "PackedGroups", "RLOOTrainer", "RewardTrainer"]

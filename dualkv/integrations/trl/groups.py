@@ -24,6 +24,7 @@ from dualkv.data.trees import PackedSequences
 from dualkv.integrations import losses
 from dualkv.integrations.metrics import count_rows
 from dualkv.integrations.transformers import media, suspended
+from dualkv.integrations.trl import probe
 from dualkv.integrations.trl.common import (
     Batch,
     at_tokens,
@@ -44,6 +45,10 @@ Base: Any = object  # stands for the trainer that follows the mixin
 # What TRL hands on about images; COUNTS say how many of them each rollout has.
 COUNTS = {"num_images", "num_tiles"}
 OF_IMAGES = {"pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", *COUNTS}
+
+
+REPLACED = "_get_per_token_logps_and_entropies _prepare_inputs _generate_single_turn"
+READ = "_buffered_inputs _step _metrics _is_vlm use_transformers_continuous_batching accelerator"
 
 
 class PackedGroups(Base):
@@ -106,8 +111,12 @@ class PackedGroups(Base):
         refuse_memory(fast, memory)
         self._canary = None if canary is None else positive("canary", canary)
         self._canary_step = -1  # the last step that had one
+        bases = type(self).__mro__
+        theirs = bases[bases.index(PackedGroups) + 1]
+        probe.refuse_replaced(theirs, PackedGroups, REPLACED, READ)
         refuse_model(model)
         super().__init__(model, *args, **kwargs)
+        probe.of_groups(self, theirs, PackedGroups)
         if self._is_vlm and not media.families(self.model):
             raise ValueError(
                 f"processing_class is a multimodal processor, and images of {type(self.model).__name__} are not known"

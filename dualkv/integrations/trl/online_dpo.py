@@ -5,9 +5,14 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from trl.experimental.online_dpo import OnlineDPOTrainer as Padded
+
+from codegen.surface import borrowing
+
+with borrowing("trl", __name__):
+    from trl.experimental.online_dpo import OnlineDPOTrainer as Padded
 
 from dualkv.data.packing import pack_padded
+from dualkv.integrations.trl import probe
 from dualkv.integrations.trl.common import enable_all, refuse_memory, refuse_model, refuse_trainer
 
 
@@ -31,6 +36,7 @@ class OnlineDPOTrainer(Padded):
 
     def __init__(self, model: Any, *args: Any, fast: bool = False, memory: float | None = None, **kwargs: Any) -> None:
         refuse_memory(fast, memory)
+        probe.refuse_replaced(Padded, OnlineDPOTrainer, "_forward", "max_length ref_model")
         refuse_model(model)
         super().__init__(model, *args, **kwargs)
         refuse_trainer(self)

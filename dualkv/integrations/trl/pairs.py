@@ -24,6 +24,7 @@ from dualkv.data.packing import IGNORED
 from dualkv.data.trees import pack_sequences
 from dualkv.integrations.metrics import count_rows
 from dualkv.integrations.transformers import support
+from dualkv.integrations.trl import probe
 from dualkv.integrations.trl.common import (
     Batch,
     at_tokens,
@@ -69,6 +70,8 @@ class DPOTrainer(trl.DPOTrainer):
 
     def __init__(self, model: Any, *args: Any, fast: bool = False, memory: float | None = None, **kwargs: Any) -> None:
         refuse_memory(fast, memory)
+        reads = "_is_vision_dataset _metrics accelerator ref_model"
+        probe.refuse_replaced(trl.DPOTrainer, DPOTrainer, "_precompute_ref_logps", reads)
         refuse_model(model)
         self._fast, self._memory = fast, memory
         super().__init__(model, *args, **kwargs)
@@ -79,6 +82,7 @@ class DPOTrainer(trl.DPOTrainer):
     def _pack(self) -> None:
         if not self._packed:
             refuse_trainer(self)
+            probe.of_pairs(self, pack_head)
             enable_all(self, self._fast, self._memory)
             for model in (self.model, self.ref_model):
                 if model is not None:

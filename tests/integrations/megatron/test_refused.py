@@ -8,10 +8,12 @@ import pytest
 import torch
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 import dualkv
-from dualkv.integrations.megatron import PackedGroups, disable, enable
+from codegen import packages
+from dualkv.integrations.megatron import PackedGroups, disable, enable, enabling
 from tests.integrations.megatron import cpu
 from tests.integrations.megatron.updates import LATENT, build, layer_spec
 
@@ -218,3 +220,23 @@ def test_disable_leaves_layers_without_attention() -> None:
     spec = layer_spec()
     spec.submodules.self_attention = torch.nn.Identity
     assert disable(spec).submodules.self_attention is torch.nn.Identity
+
+
+def test_a_version_whose_surface_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newer version runs as far as it fits: a router that has changed concerns models with experts alone."""
+    monkeypatch.setattr(packages, "found", lambda name: "0.20.0")
+    monkeypatch.setattr(enabling, "_check_borrowed", enabling._check_borrowed.__wrapped__)
+    own = SelfAttention.forward
+    enable(layer_spec(num_moe_experts=4))
+    with monkeypatch.context() as changed:
+        changed.delattr(TopKRouter, "_apply_seq_aux_loss")
+        enable(layer_spec())
+        with pytest.raises(ImportError, match=r"megatron-core 0\.20\.0 does not fit .*no method _apply_seq_aux_loss"):
+            enable(layer_spec(num_moe_experts=4))
+
+    def forward(self: Any, hidden_states: Any, attention_mask: Any, *, rotary_pos_emb: Any, layout: Any) -> Any:
+        return own(self, hidden_states, attention_mask)
+
+    monkeypatch.setattr(SelfAttention, "forward", forward)
+    with pytest.raises(ImportError, match=r"SelfAttention\.forward\(.*\).* has no argument packed_seq_params"):
+        enable(layer_spec())

@@ -1,0 +1,103 @@
+"""Checks that TRL's trainers are what packed rows take them for: what is replaced, and what their head computes.
+
+Each class is checked once in a process, when a trainer of it is made, so that a version of TRL that nobody has tried
+runs where it fits. The comparison takes a model of one layer on the CPU, in milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from trl.trainer.utils import add_fused_lm_head
+
+from codegen.surface import irreplaceable, unfit
+from dualkv.integrations.transformers import enable, selfcheck
+
+TOLERANCE = 0.1  # nats: autocast to bf16 makes a tenth of it, log-probs of a neighbouring token differ by 1 and more
+WIDTH = 4  # of prompts
+IDS = torch.tensor(
+    [[0, 5, 9, 2, 7, 4, 8, 3], [0, 5, 9, 2, 6, 1, 0, 0], [3, 8, 1, 6, 2, 0, 0, 0], [3, 8, 1, 6, 9, 5, 7, 0]]
+)
+MASK = torch.tensor(
+    [[0, 1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1, 0]]
+)
+PROVED: set[type] = set()
+
+
+def refuse_replaced(theirs: type, ours: type, methods: str, reads: str = "") -> None:
+    """Raises ImportError if methods of TRL's class cannot be replaced; see :func:`codegen.surface.irreplaceable`."""
+    if (said := irreplaceable(theirs, ours, methods, reads)) is not None:
+        raise ImportError(f"{ours.__name__} cannot run: {unfit('trl', said)}", name="trl")
+
+
+def refuse_unequal(cls: type, compute: Callable[[Any], tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Raises ImportError if what TRL's code and packed rows compute of a small model differs.
+
+    Args:
+        cls: of the trainer, checked once.
+        compute: takes the model with TRL's head, enables it between two computations of the same values, and returns
+            both.
+    """
+    if cls in PROVED:
+        return
+    with selfcheck._ALONE, selfcheck._untouched(), torch.no_grad():
+        sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)).eval()
+        selfcheck.randomize(model, seed=0)
+        try:
+            add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", "entropy"))
+            expected, got = compute(model)
+            said = f"values of a small model have shape {[*expected.shape]}, packed {[*got.shape]}"
+            if expected.shape == got.shape:
+                differs = float((expected - got).abs().max())
+                said = "" if differs <= TOLERANCE else f"values of a small model differ by {differs:.2g} when packed"
+        except Exception as error:
+            said = f"a small model raises {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    if said:
+        raise ImportError(f"{cls.__name__} cannot run: {unfit('trl', said)}", name="trl")
+    PROVED.add(cls)
+
+
+def of_groups(trainer: Any, theirs: Any, ours: Any) -> None:
+    """Check log-probs and entropies of a trainer of groups: those of the mixin against those of the class under it."""
+
+    def compute(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        def values(method: Callable[..., Any]) -> torch.Tensor:
+            logps, entropies, _ = method(trainer, model, IDS, MASK, IDS.shape[1] - WIDTH, compute_entropy=True)
+            return torch.stack([logps, entropies]).float() * MASK[:, WIDTH:]
+
+        expected = values(theirs._get_per_token_logps_and_entropies)
+        enable(model, check=False)
+        return expected, values(ours._get_per_token_logps_and_entropies)
+
+    metrics = trainer._metrics
+    trainer._metrics = defaultdict(lambda: defaultdict(list))
+    try:
+        refuse_unequal(type(trainer), compute)
+    finally:
+        trainer._metrics = metrics
+
+
+def of_pairs(trainer: Any, pack_head: Callable[[Any, Any], None]) -> None:
+    """Check what :func:`dualkv.integrations.trl.pairs.pack_head` makes of TRL's head."""
+
+    def compute(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        labels = IDS.masked_fill(MASK == 0, -100)
+        labels[:, :WIDTH] = -100
+
+        def values() -> torch.Tensor:
+            out = model(input_ids=IDS, attention_mask=MASK, labels=labels, fused_lm_head=True)
+            return torch.stack([out.log_probs, out.entropy]).float() * (labels[:, 1:] != -100)
+
+        expected = values()
+        enable(model, check=False)
+        metrics: defaultdict[str, Any] = defaultdict(lambda: defaultdict(list))
+        pack_head(model, SimpleNamespace(_metrics=metrics, model=model))
+        return expected, values()
+
+    refuse_unequal(type(trainer), compute)
