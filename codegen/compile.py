@@ -113,7 +113,7 @@ def _kernel(spec: KernelSpec) -> Any:
     module = importlib.import_module(f"cute_kernels.{spec.operation}")
     dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[spec.dtype]
     tile = spec.to_dict()["tile"]
-    more: dict[str, Any] = {"features": tuple(spec.features.split("+"))} if spec.features else {}
+    more: dict[str, Any] = {"features": spec.features} if spec.features else {}
     if spec.head_dim_v is not None:
         more["head_dim_v"] = spec.head_dim_v
     if spec.operation in FORWARDS:
@@ -122,7 +122,7 @@ def _kernel(spec: KernelSpec) -> Any:
             module, kernel = importlib.import_module("cute_kernels.fwd_split"), f"Split{kernel}"
         return getattr(module, kernel)(dtype, spec.head_dim, spec.packed_heads, **tile, **more)
     make = {
-        "bwd_preprocess": "preprocess_kernel",
+        "bwd_preprocess": "BackwardPreprocess",
         "bwd": "backward_kernel",
         "bwd_sum": "PartialSum",
         "bwd_postprocess": "BackwardPostprocess",

@@ -10,12 +10,10 @@ from typing import NamedTuple
 from codegen.spec import (
     DTYPES,
     FEATURES,
-    FORWARDS,
     GRADIENTS,
     KernelSpec,
     backward_specs,
     forward_spec,
-    joined,
     table,
 )
 from codegen.tiles import MIXED, kernel_head_dims
@@ -115,27 +113,19 @@ def _forwards(dtype: str, shape: Shape, trees: bool) -> list[KernelSpec]:
     which = ((True, False), (True, True)) if window else ((False, False), (True, False)) if trees else ((False, False),)
     head_dim, head_dim_v = shape.native
     return [
-        forward_spec(
-            dtype, head_dim, shape.heads_per_kv, deep, _of(FORWARDS[deep], shape.features), short, head_dim_v, few_keys
-        )
+        forward_spec(dtype, head_dim, shape.heads_per_kv, deep, shape.features, short, head_dim_v, few_keys)
         for deep, short in which
         for few_keys in (False, True)
     ]
 
 
-def _of(operation: str, features: Iterable[str]) -> str:
-    """Select the features of a call that an operation's kernel has, as `KernelSpec.features`."""
-    return joined(*(name for name in FEATURES[operation] if name in features))
-
-
 def words(spec: KernelSpec) -> list[str]:
     """The options of `dualkv precompile` that select `spec`; empty for a specification that no call needs."""
-    own = tuple(filter(None, spec.features.split("+")))
     # Softcapping, windows and values of another head dim change tiles of kernels that do not depend on them otherwise.
     others = ((), ("softcap",), ("window",), ("window", "softcap"))
     values = dict.fromkeys((spec.head_dim_v, *(of_v for of_qk, of_v in MIXED if of_qk == spec.head_dim)))
     for of_v, more, direction, deterministic in product(values, others, DIRECTIONS, (False, True)):
-        shape = Shape(spec.head_dim, spec.packed_heads, tuple(dict.fromkeys((*own, *more))), of_v)
+        shape = Shape(spec.head_dim, spec.packed_heads, tuple(dict.fromkeys((*spec.features, *more))), of_v)
         if spec in select([shape], [spec.dtype], [direction], [spec.gradients], deterministic, spec.trees):
             ratio = ["--gqa", str(shape.heads_per_kv)] if direction == "forward" else []
             part = ["--gradients", spec.gradients] if spec.gradients != GRADIENTS[0] else []

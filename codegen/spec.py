@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -29,6 +30,7 @@ ARCHS = ("sm_90a",)
 GRADIENTS = ("qkv", "qk", "qv", "kv", "q", "k", "v")  # combinations that a backward computes
 Tile = ForwardTile | BackwardTile | RowTile | PartialTile | DqTile
 AnyTile = TypeVar("AnyTile", bound=Tile)
+Features = Collection[str]  # names in FEATURES
 TILES: dict[str, type[Tile]] = {  # each operation's tile configuration; its kernel is cute_kernels/<operation>.py
     "fwd": ForwardTile,
     "fwd_paths": ForwardTile,
@@ -40,7 +42,8 @@ TILES: dict[str, type[Tile]] = {  # each operation's tile configuration; its ker
 
 
 FORWARDS = ("fwd", "fwd_paths")  # for prompts with responses, for trees of any depth
-FEATURES = {  # what an operation's kernel may compute besides, in the order in which `KernelSpec.features` names it
+# What an operation's kernel may compute besides, in the order of its arguments.
+FEATURES: dict[str, tuple[str, ...]] = {
     "fwd": ("sinks", "softcap"),
     "fwd_paths": ("window", "sinks", "softcap"),
     "bwd_preprocess": ("sinks", "dlse"),
@@ -63,8 +66,8 @@ class KernelSpec(Generic[AnyTile]):
         tile: the operation's tile configuration.
         gradients: the gradients that a kernel of PARTIAL computes, one of GRADIENTS; "qkv" for other kernels.
         arch: "sm_90a".
-        features: names of FEATURES of the operation, in that order, joined by "+"; "" for none. "window": a sliding
-            window or chunks. "dlse": a gradient of the log-sum-exp.
+        features: names of FEATURES of the operation, in that order. "window": a sliding window or chunks. "dlse": a
+            gradient of the log-sum-exp.
         head_dim_v: native head dim of values (kernels of OF_VALUES), if it is another one than `head_dim`.
 
     Raises:
@@ -79,7 +82,7 @@ class KernelSpec(Generic[AnyTile]):
     tile: AnyTile
     gradients: str = "qkv"
     arch: str = "sm_90a"
-    features: str = ""
+    features: tuple[str, ...] = ()
     head_dim_v: int | None = None
 
     def __post_init__(self) -> None:
@@ -103,8 +106,8 @@ class KernelSpec(Generic[AnyTile]):
             if type(value) not in (int, bool) or value < 0:
                 raise ValueError(f"tile.{name} is {value!r}, expected an integer of 0 or more")
         known = FEATURES.get(self.operation, ())
-        if self.features != joined(*(name for name in known if name in self.features.split("+"))):
-            raise ValueError(f"features is {self.features!r}, expected some of {known} in this order, joined by '+'")
+        if self.features != _own(self.operation, self.features):
+            raise ValueError(f"features is {self.features!r}, expected a tuple of some of {known} in this order")
         if self.head_dim_v is not None:
             others = [of_v for of_qk, of_v in MIXED if of_qk == self.head_dim] if self.operation in OF_VALUES else []
             if type(self.head_dim_v) is not int or self.head_dim_v not in others:
@@ -123,9 +126,8 @@ class KernelSpec(Generic[AnyTile]):
         digest = hashlib.sha256(self.to_json().encode()).hexdigest()[:8]
         of_v = f"v{self.head_dim_v}" if self.head_dim_v else ""
         shape = f"d{self.head_dim}{of_v}_h{self.packed_heads}_{self.gradients}"
-        if self.features:
-            shape += f"_{self.features.replace('+', '_')}"
-        return f"dualkv_{self.operation}_{self.dtype}_{shape}_{self.arch}_{digest}"
+        named = "_".join(("", *self.features))
+        return f"dualkv_{self.operation}_{self.dtype}_{shape}{named}_{self.arch}_{digest}"
 
     @property
     def trees(self) -> bool:
@@ -133,8 +135,9 @@ class KernelSpec(Generic[AnyTile]):
         return self.operation == FORWARDS[True]
 
     def to_dict(self) -> dict[str, Any]:
-        """Leave out `head_dim_v` where it is None: such kernels keep their names."""
-        return {name: value for name, value in asdict(self).items() if name != "head_dim_v" or value is not None}
+        """Fields for JSON: features as one string, joined by "+"; without `head_dim_v` where it is None."""
+        fields = asdict(self) | {"features": "+".join(self.features)}
+        return {name: value for name, value in fields.items() if name != "head_dim_v" or value is not None}
 
     def to_json(self) -> str:
         return canonical_json(self.to_dict())
@@ -144,20 +147,21 @@ class KernelSpec(Generic[AnyTile]):
         """The inverse of `to_json`; raises like the constructor."""
         fields = json.loads(text)
         tile = TILES.get(fields["operation"])
-        return cls(**(fields | {"tile": tile(**fields["tile"]) if tile else fields["tile"]}))
+        features = tuple(filter(None, fields["features"].split("+")))
+        return cls(**(fields | {"tile": tile(**fields["tile"]) if tile else fields["tile"], "features": features}))
 
     def __str__(self) -> str:
         tile = " ".join(f"{name}={value}" for name, value in asdict(self.tile).items())
         of_v = f"head_dim_v={self.head_dim_v} " if self.head_dim_v else ""
         shape = f"head_dim={self.head_dim} {of_v}packed_heads={self.packed_heads}"
         gradients = "" if self.gradients == "qkv" else f"gradients={self.gradients} "
-        features = f"features={self.features} " if self.features else ""
+        features = f"features={'+'.join(self.features)} " if self.features else ""
         return f"{self.operation} {self.dtype} {shape} {gradients}{features}{tile} {self.arch}"
 
 
-def joined(*features: str) -> str:
-    """`KernelSpec.features` of some names, which are in order."""
-    return "+".join(features)
+def _own(operation: str, features: Iterable[str]) -> tuple[str, ...]:
+    """Select the features of a call that an operation's kernel has, in their order."""
+    return tuple(name for name in FEATURES.get(operation, ()) if name in features)
 
 
 def _native(head_dim: int, head_dim_v: int | None) -> tuple[int, int | None]:
@@ -167,22 +171,23 @@ def _native(head_dim: int, head_dim_v: int | None) -> tuple[int, int | None]:
 
 
 def forward_spec(
-    dtype: str, head_dim: int, heads_per_kv: int, trees: bool = False, features: str = "", short: bool = False,
+    dtype: str, head_dim: int, heads_per_kv: int, trees: bool = False, features: Features = (), short: bool = False,
     head_dim_v: int | None = None, few_keys: bool = False,
 ) -> KernelSpec[ForwardTile]:  # fmt: skip
     """The forward kernel that runs a head dim (a multiple of 8 up to 512) and a GQA ratio, by the table of tiles.
 
     Args:
         trees: the kernel for layouts deeper than two levels, which also serves windows.
-        features: see :class:`KernelSpec`.
+        features: of the call, names in FEATURES. A kernel has the ones that concern it.
         short: see `forward_tile`.
         head_dim_v: of values; None: `head_dim`.
         few_keys: see `forward_tile`; not of trees.
     """
-    operation, (native, native_v), named = FORWARDS[trees], _native(head_dim, head_dim_v), features.split("+")
-    packed = packed_heads(heads_per_kv, long_window="window" in named and not short)
-    tile = forward_tile(head_dim, named, short, head_dim_v, few_keys and not trees)
-    return KernelSpec(operation, dtype, native, packed, tile, features=features, head_dim_v=native_v)
+    operation, (native, native_v) = FORWARDS[trees], _native(head_dim, head_dim_v)
+    own = _own(operation, features)
+    packed = packed_heads(heads_per_kv, long_window="window" in own and not short)
+    tile = forward_tile(head_dim, own, short, head_dim_v, few_keys and not trees)
+    return KernelSpec(operation, dtype, native, packed, tile, features=own, head_dim_v=native_v)
 
 
 class BackwardSpecs(NamedTuple):
@@ -203,7 +208,7 @@ def backward_specs(
     head_dim: int,
     deterministic: bool = False,
     gradients: str = GRADIENTS[0],
-    features: tuple[str, ...] = (),
+    features: Features = (),
     head_dim_v: int | None = None,
     few_keys: bool = False,
 ) -> BackwardSpecs:
@@ -220,9 +225,8 @@ def backward_specs(
 
     def spec(operation: str, tile: AnyTile) -> KernelSpec[AnyTile]:
         asked = gradients if operation in PARTIAL else GRADIENTS[0]
-        own = joined(*(name for name in FEATURES.get(operation, ()) if name in features))
         of_v = native_v if operation in OF_VALUES else None
-        return KernelSpec(operation, dtype, native, 1, tile, asked, features=own, head_dim_v=of_v)
+        return KernelSpec(operation, dtype, native, 1, tile, asked, features=_own(operation, features), head_dim_v=of_v)
 
     return BackwardSpecs(
         spec("bwd_preprocess", RowTile(tile.tile_m)),

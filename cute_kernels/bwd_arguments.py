@@ -43,7 +43,7 @@ class Global(NamedTuple):
     blocks: cute.Tensor | None = None  # with a window: (rows, fields), see abi.BlockFields
     position: cute.Tensor | None = None  # (query blocks * M)
     end_position: cute.Tensor | None = None  # (T) one past the last position that sees a key
-    softcap: Float32 | None = None
+    cap: Float32 | None = None  # of scores
 
 
 # ---------------------------------------------------------------- shared memory

@@ -59,7 +59,7 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.utils import LayoutEnum, SmemAllocator
 
 from cute_kernels import fakes
-from cute_kernels.abi import LOCKS, STAT_COLUMNS, partial_floats
+from cute_kernels.abi import LOCKS, STAT_COLUMNS, BlockFields, partial_floats
 from cute_kernels.abi import BackwardFields as items
 from cute_kernels.bwd_arguments import BackwardPipelines, Global, Item, Load, Loads, Mask, SavedItem, Shared
 from cute_kernels.bwd_contain import BackwardContainment
@@ -104,6 +104,11 @@ class BackwardFrame(Producer, BackwardContainment, Results):
         visible_end: [T] int32.
         softmax_scale: fp32.
         stream: taken from the environment (torch's current stream), not passed.
+        of the features that the kernel has, in this order:
+            window: blocks [n, 4] int32, rows of abi.BlockFields, of which the items have intervals; position
+                [nm * tile_m] int32, of every row on its path, anything past T; end_position [T] int32, one past the
+                last position that sees each key.
+            softcap: fp32 above 0: scores are softcap * tanh(softmax_scale * S / softcap).
     q, k, v, dout, dk, dv: last dimension contiguous, base address and all strides multiples of 16 bytes (8 elements).
 
     NaN and infinity stay with the pairs that see them: bwd_contain says how.
@@ -158,7 +163,7 @@ class BackwardFrame(Producer, BackwardContainment, Results):
         self.stages, self.cluster = stages, cluster
         self.want_dq, self.want_dk, self.want_dv = (name in gradients for name in "qkv")
         self.deterministic = deterministic and self.want_dq
-        self.windowed, self.softcap = "window" in features, "softcap" in features
+        self.windowed, self.capped = "window" in features, "softcap" in features
         self.want_dp = self.want_dq or self.want_dk
         self.check_tile()
         self.divide()
@@ -307,7 +312,14 @@ class BackwardFrame(Producer, BackwardContainment, Results):
         visible_end = fakes.flat(Int32, rows)
         locks = fakes.flat(Int32, cute.sym_int64())
         dq_acc, partials = (fakes.flat(Float32, cute.sym_int64(), fakes.ALIGNMENT) for _ in range(2))
-        return q, k, v, dout, stats, dk, dv, dq_acc, partials, locks, work, visible_end, Float32(0.0), fakes.stream()
+        features: list[object] = []
+        if self.windowed:
+            features.append(fakes.table(BlockFields.NUM_FIELDS))
+            features += [fakes.flat(Int32, cute.sym_int32()) for _ in range(2)]
+        if self.capped:
+            features.append(Float32(0.0))
+        arguments = q, k, v, dout, stats, dk, dv, dq_acc, partials, locks, work, visible_end
+        return *arguments, Float32(0.0), fakes.stream(), *features
 
     # ---------------------------------------------------------------- host side
     @cute.jit
@@ -327,8 +339,13 @@ class BackwardFrame(Producer, BackwardContainment, Results):
         visible_end: cute.Tensor,  # (T)
         softmax_scale: Float32,
         stream: cuda.CUstream,
+        *features: object,
     ) -> None:
-        g = Global(by_block(stats, q.shape[0], self.tile_m), dk, dv, dq_acc, partials, locks, work, visible_end)
+        left = iter(features)
+        tables = [next(left) if self.windowed else None for _ in range(3)]
+        cap = next(left) if self.capped else None
+        stats = by_block(stats, q.shape[0], self.tile_m)
+        g = Global(stats, dk, dv, dq_acc, partials, locks, work, visible_end, *tables, cap)
         self.launch(q, k, v, dout, g, softmax_scale, stream)
 
     def launch(

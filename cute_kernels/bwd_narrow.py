@@ -155,8 +155,8 @@ class NarrowBackward(NarrowDq):
         mask = self.await_keys(s, p, mask)
         x = self.with_late_operands(s, x, warp_id)
         scale_log2 = scale * math.log2(math.e)
-        if const_expr(self.softcap):
-            x = x._replace(cap=Softcap.of(g.softcap, scale_log2))
+        if const_expr(self.capped):
+            x = x._replace(cap=Softcap.of(g.cap, scale_log2))
         if const_expr(self.windowed):
             self.walk_table(g, s, p, x, mask, item, scale_log2, heads_per_kv, wg)
         else:
@@ -175,7 +175,7 @@ class NarrowBackward(NarrowDq):
     def first_row(self, warp_id: Int32) -> Int32:
         """The first of a thread's two keys, among the CTA's."""
         wg, _, lane = self.warp_group(warp_id)
-        if self.softcap:  # no register holds it during the loop
+        if self.capped:  # no register holds it during the loop
             return thread_here() // 32 * 16 - 64 + lane // 4
         return wg * 64 + warp_id % 4 * 16 + lane // 4
 
@@ -335,27 +335,27 @@ class NarrowBackward(NarrowDq):
         # S^T and dP^T
         if not self.windowed:  # else `walk_table` has waited
             p.Q.consumer_wait(stage)
-        gemm(mma, acc_S, x.K, rows.Q[None, None, None, stage.index], True, addends=[] if self.softcap else [lse])
-        if not self.softcap:
+        gemm(mma, acc_S, x.K, rows.Q[None, None, None, stage.index], True, addends=[] if self.capped else [lse])
+        if not self.capped:
             self.issue_dP(p, x, rows, acc_dP, stage)
         if self.windowed:
             m_block, mask = self.block_of_stage(s, mask, stage, flags)
             m0 = m_block * self.tile_m
-        warpgroup.wait_group(1 if self.want_dp and not self.softcap else 0)
+        warpgroup.wait_group(1 if self.want_dp and not self.capped else 0)
 
         # P^T beside the product dP^T, then dS^T
         tP, tdS, slope = [self.dKV_operand(16 * count) for _ in range(3)]
-        if self.softcap:
+        if self.capped:
             to_tanh(acc_S, x.cap)
         self.mask(acc_S, m0 + 16 * rows.begin, mask)
-        if self.softcap:
+        if self.capped:
             slope = slope if self.want_dp else None
             to_probabilities(acc_S, tP, slope, s.stats, 16 * rows.begin, stage.index, x.cap, self.dtype)
         else:
             for e in range(8 * count):
                 acc_S[e] = cute.math.exp2(acc_S[e] * scale_log2, fastmath=True)
         self.compiler_fence(p)  # keeps the exponentials before the wait for dP^T
-        if self.softcap:  # there were no registers for dP^T beside tanh
+        if self.capped:  # there were no registers for dP^T beside tanh
             self.issue_dP(p, x, rows, acc_dP, stage)
         warpgroup.wait_group(0)
         own = self.own_step(s, stage, it)
@@ -363,11 +363,11 @@ class NarrowBackward(NarrowDq):
             for e in range(8 * count):
                 dP[e] = acc_dP[e]
         self.contain_block(s, x, mask, stage, m0, dP, rows.begin)
-        if not self.softcap:
+        if not self.capped:
             round_to(acc_S, tP)
         if self.want_dp:
             for e in range(8 * count):
-                acc_dP[e] = (slope_of(slope, e) if self.softcap else acc_S[e]) * dP[e]
+                acc_dP[e] = (slope_of(slope, e) if self.capped else acc_S[e]) * dP[e]
             round_to(acc_dP, tdS)
         if self.want_dq:
             self.write_dS(p, x, tdS, own, rows.begin)

@@ -1,7 +1,7 @@
 """The kernel before the backward's main kernel: dpsum = rowsum(dO * O), the statistics of every query row, zeros."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -17,12 +17,12 @@ THREADS = 256
 VECTOR = 8  # elements of a 128-bit load
 
 
-class More(NamedTuple):
-    """Arguments of features."""
+class Features(NamedTuple):
+    """Arguments of the kernel's features; None without the feature."""
 
-    dlse: cute.Tensor | None = None  # (H, T)
-    sinks: cute.Tensor | None = None  # (H)
-    dsinks: cute.Tensor | None = None  # (H, nm)
+    dlse: cute.Tensor | None  # (H, T)
+    sinks: cute.Tensor | None  # (H)
+    dsinks: cute.Tensor | None  # (H, nm)
 
 
 class BackwardPreprocess:
@@ -41,6 +41,10 @@ class BackwardPreprocess:
         locks: [lock_words(H * nm)] int32 or empty. Every element is written.
         softmax_scale: fp32.
         stream: taken from the environment (torch's current stream), not passed.
+        of the features that the kernel has, in this order:
+            sinks: sinks [H] fp32, logits (natural log) that out and lse include; dsinks [H, nm] fp32, contiguous: each
+                block's part of their gradients, every element of which is written.
+            dlse: [H, T] fp32, contiguous along T, the gradient of lse: dpsum = rowsum(dO * O) - dlse.
 
     Args:
         dtype: cutlass.BFloat16 or cutlass.Float16.
@@ -77,7 +81,12 @@ class BackwardPreprocess:
         out, dout = (fakes.packed(self.dtype, rows, heads, dim) for _ in range(2))
         lse, stats = fakes.by_head(Float32, heads, rows), fake_stats(heads, self.tile_m)
         dq_acc, locks = fakes.flat(Float32, cute.sym_int64(), fakes.ALIGNMENT), fakes.flat(Int32, cute.sym_int64())
-        return out, dout, lse, stats, dq_acc, locks, Float32(0.0), fakes.stream()
+        features: list[object] = []
+        if self.sinks:
+            features += [fakes.flat(Float32, heads), fakes.by_head(Float32, heads, cute.sym_int32())]
+        if self.dlse:
+            features.append(fakes.by_head(Float32, heads, cute.sym_int32()))
+        return out, dout, lse, stats, dq_acc, locks, Float32(0.0), fakes.stream(), *features
 
     @cute.jit
     def __call__(
@@ -90,23 +99,13 @@ class BackwardPreprocess:
         locks: cute.Tensor,  # (lock_words(H * nm))
         softmax_scale: Float32,
         stream: cuda.CUstream,
+        *features: object,
     ) -> None:
-        self.launch(out, dout, lse, stats, dq_acc, locks, softmax_scale, stream, More())
-
-    def launch(
-        self,
-        out: cute.Tensor,
-        dout: cute.Tensor,
-        lse: cute.Tensor,
-        stats: cute.Tensor,
-        dq_acc: cute.Tensor,
-        locks: cute.Tensor,
-        softmax_scale: Float32,
-        stream: cuda.CUstream,
-        more: More,
-    ) -> None:
+        left = iter(features)
+        sinks, dsinks = [next(left) if self.sinks else None for _ in range(2)]
+        given = Features(next(left) if self.dlse else None, sinks, dsinks)
         stats = by_block(stats, out.shape[0], self.tile_m)
-        self.kernel(out, dout, lse, stats, dq_acc, locks, softmax_scale, more).launch(
+        self.kernel(out, dout, lse, stats, dq_acc, locks, softmax_scale, given).launch(
             grid=[stats.shape[1] * out.shape[1], 1, 1], block=[THREADS, 1, 1], stream=stream
         )
 
@@ -120,7 +119,7 @@ class BackwardPreprocess:
         dq_acc: cute.Tensor,
         locks: cute.Tensor,
         scale: Float32,
-        more: More,
+        features: Features,
     ) -> None:
         M, lanes, tid = self.tile_m, self.lanes, cute.arch.thread_idx()[0]
         (num_rows, num_heads, dim), num_blocks = out.shape, stats.shape[1]
@@ -142,7 +141,7 @@ class BackwardPreprocess:
             total = cute.arch.warp_reduction_sum(total, threads_in_group=lanes)
             if lane == 0 and m < M:
                 if cutlass.const_expr(self.dlse):
-                    total = total - more.dlse[h, t] if t < num_rows else total
+                    total = total - features.dlse[h, t] if t < num_rows else total
                 sum_of_row[m] = total
         if cutlass.const_expr(self.clear):
             zero = cute.make_rmem_tensor(4, Float32)
@@ -158,7 +157,7 @@ class BackwardPreprocess:
                 locks[Int64(num_heads) * num_blocks * LOCKS] = Int32(0)
         cute.arch.sync_threads()
         if cutlass.const_expr(self.sinks):
-            self.add_sinks(lse, sum_of_row, more, h, mb)
+            self.add_sinks(lse, sum_of_row, features, h, mb)
         if tid < M:
             t, of_row = mb * M + tid, Float32.inf
             if t < num_rows:
@@ -170,14 +169,14 @@ class BackwardPreprocess:
             cute.autovec_copy(columns, cute.make_tensor(row, cute.make_layout(STAT_COLUMNS)))
 
     @cute.jit
-    def add_sinks(self, lse: cute.Tensor, sum_of_row: cute.Tensor, more: More, h: Int32, mb: Int32) -> None:
+    def add_sinks(self, lse: cute.Tensor, sum_of_row: cute.Tensor, features: Features, h: Int32, mb: Int32) -> None:
         """The block's part of the gradient of a head's sink: -sum of exp(sink - lse) * dpsum over its rows.
 
         A row without a query (lse inf) and a sink of -inf add nothing, whatever dpsum is.
         """
         M, tid, warps = self.tile_m, cute.arch.thread_idx()[0], THREADS // 32
         of_warp = SmemAllocator().allocate_tensor(Float32, cute.make_layout(warps), 16)
-        t, sink, part = mb * M + tid, more.sinks[h], Float32(0.0)
+        t, sink, part = mb * M + tid, features.sinks[h], Float32(0.0)
         if tid < M and t < lse.shape[1]:
             of_row = lse[h, t]
             if of_row != Float32.inf and sink != -Float32.inf:
@@ -191,46 +190,4 @@ class BackwardPreprocess:
             total = Float32(0.0)
             for w in cutlass.range_constexpr(warps):
                 total += of_warp[w]
-            more.dsinks[h, mb] = total
-
-
-class FeaturedPreprocess(BackwardPreprocess):
-    """The preprocess of calls with sinks or with a gradient of lse. More arguments behind the others, None where their
-    feature is absent:
-
-    dlse: [H, T] fp32, contiguous along T, the gradient of lse: dpsum = rowsum(dO * O) - dlse.
-    sinks: [H] fp32, logits (natural log) that out and lse include.
-    dsinks: [H, nm] fp32, contiguous: each block's part of the sinks' gradients. Every element is written.
-    """
-
-    def fake_arguments(self) -> tuple[object, ...]:
-        heads = cute.sym_int32()
-        dlse = fakes.by_head(Float32, heads, cute.sym_int32()) if self.dlse else None
-        sinks = fakes.flat(Float32, heads) if self.sinks else None
-        dsinks = fakes.by_head(Float32, heads, cute.sym_int32()) if self.sinks else None
-        return *super().fake_arguments(), dlse, sinks, dsinks
-
-    @cute.jit
-    def __call__(
-        self,
-        out: cute.Tensor,  # (T, H, Dv)
-        dout: cute.Tensor,  # (T, H, Dv)
-        lse: cute.Tensor,  # (H, T)
-        stats: cute.Tensor,  # (H, nm * M * STAT_COLUMNS)
-        dq_acc: cute.Tensor,  # (H * nm * M * head_dim)
-        locks: cute.Tensor,  # (lock_words(H * nm))
-        softmax_scale: Float32,
-        stream: cuda.CUstream,
-        dlse: cute.Tensor | None,  # (H, T)
-        sinks: cute.Tensor | None,  # (H)
-        dsinks: cute.Tensor | None,  # (H, nm)
-    ) -> None:
-        self.launch(out, dout, lse, stats, dq_acc, locks, softmax_scale, stream, More(dlse, sinks, dsinks))
-
-
-def preprocess_kernel(
-    dtype: type[cutlass.Numeric], head_dim: int, *, features: tuple[str, ...] = (), **options: Any
-) -> BackwardPreprocess:
-    """The kernel for these; arguments and errors as of :class:`BackwardPreprocess`."""
-    kernel = FeaturedPreprocess if features else BackwardPreprocess
-    return kernel(dtype, head_dim, features=features, **options)
+            features.dsinks[h, mb] = total

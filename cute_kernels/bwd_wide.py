@@ -261,8 +261,8 @@ class WideBackward(BackwardFrame):
         acc.fill(0.0)
         acc_dV = self.of_values(x, acc)
         scale_log2 = scale * math.log2(math.e)
-        if const_expr(self.softcap):
-            x = x._replace(cap=Softcap.of(g.softcap, scale_log2))
+        if const_expr(self.capped):
+            x = x._replace(cap=Softcap.of(g.cap, scale_log2))
         steps = (item.block_end - item.block_begin) * heads_per_kv
         m_block, h = item.block_end - 1, item.kv_head * heads_per_kv
         values, keys = [x._replace(acc=y, dq=self.dq_operands(g, s, i, tid)) for i, y in enumerate((acc_dV, acc))]
@@ -393,17 +393,17 @@ class WideBackward(BackwardFrame):
         with_dq = self.want_dq and previous is not None
         p.Q.consumer_wait(stage)
         acc_S = cute.make_rmem_tensor(x.mma_S.partition_shape_C((64, self.tile_m)), Float32)
-        lse = [] if self.softcap else [x.stats.lse(stage.index)]
+        lse = [] if self.capped else [x.stats.lse(stage.index)]
         gemm(x.mma_S, acc_S, x.K, x.Q[None, None, None, stage.index], True, addends=lse)
         warpgroup.wait_group(0)
         self.complete(acc_S, s, p, it, 0)
-        if self.softcap:
+        if self.capped:
             to_tanh(acc_S, x.cap)
         self.mask(acc_S, m_block * self.tile_m, mask)
         shape = x.mma_dV.partition_shape_A((64, self.tile_m))
         tP = cute.make_rmem_tensor(shape, self.dtype)
         passed = tP  # to the other warp group, for dS
-        if self.softcap:
+        if self.capped:
             passed = cute.make_rmem_tensor(shape, self.dtype) if self.want_dp else None
             to_probabilities(acc_S, tP, passed, s.stats, 0, stage.index, x.cap, self.dtype)
         else:

@@ -32,12 +32,12 @@ from cute_kernels.softmax import (
     FIRST_MAX,
     REFERENCE_LIMIT,
     SUM_LIMIT,
+    cap,
     fixed_softmax,
     half_softmax,
     normalize,
     online_softmax,
     rescale,
-    softcap,
 )
 from cute_kernels.work import AnyTile, Mask
 
@@ -303,7 +303,7 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
     def cap(self, acc_S: cute.Tensor, state: State) -> None:
         """Softcapping, of scores that are not masked yet."""
         if const_expr(self.has.softcap):
-            softcap(acc_S, state.cap_factor)
+            cap(acc_S, state.cap_factor)
 
     @cute.jit
     def finish_products(self, acc_S: cute.Tensor, state: State, continues: Boolean, it: Int32) -> Int32:

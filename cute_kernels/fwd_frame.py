@@ -199,7 +199,7 @@ class State(NamedTuple):
     pipes: Pipelines
     bounds: cute.Tensor | PathBounds  # what the mask reads
     scale_log2: Float32
-    cap_factor: Float32 | None  # see softmax.softcap
+    cap_factor: Float32 | None  # see softmax.cap
     wg: Int32
 
 
@@ -545,7 +545,7 @@ class ForwardFrame(Clustered):
         return g.softcap if const_expr(self.has.softcap) else g.scale
 
     def cap_factor(self, g: Global) -> Float32 | None:
-        """See softmax.softcap."""
+        """See softmax.cap."""
         return g.scale / g.softcap * (2 * math.log2(math.e)) if const_expr(self.has.softcap) else None
 
     # ---------------------------------------------------------------- rows of a tile

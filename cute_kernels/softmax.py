@@ -103,7 +103,7 @@ def rescale(acc_O: cute.Tensor, o_scale: cute.Tensor) -> None:
                 acc_O[e] = acc_O[e] * o_scale[r]
 
 
-def softcap(acc_S: cute.Tensor, factor: Float32) -> None:
+def cap(acc_S: cute.Tensor, factor: Float32) -> None:
     """acc_S becomes tanh(s * factor / (2 log2(e))), off by less than 2^-21; `tanh.approx` is off by 2^-11.
 
     tanh(x) is 1 - 2 / (exp(2 x) + 1). The exponential may be 0 or infinite: then tanh is -1 or 1.
@@ -113,7 +113,7 @@ def softcap(acc_S: cute.Tensor, factor: Float32) -> None:
 
 
 def capped(score: Float32, factor: Float32) -> Float32:
-    """The result of `softcap` for a score."""
+    """The result of `cap` for a score."""
     return 1.0 - 2.0 * cute.arch.rcp_approx(cute.math.exp2(score * factor, fastmath=True) + 1.0)
 
 

@@ -123,7 +123,7 @@ class PathTile:
         return Boolean(True)
 
     def bounds_of(self, q_row: cute.Tensor, bounds: PathBounds) -> PathBounds:
-        """Add what a window needs of a thread's rows to the bounds."""
+        """Add the first keys of a thread's rows to the bounds, where keys are hidden before them."""
         return bounds if bounds.first_key is None else bounds.of_rows(q_row)
 
     @cute.jit

@@ -10,7 +10,7 @@ several pieces: one is on its way while attention runs on the piece before.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from dualkv.arrays import check_bool, outside_inference_mode
 from dualkv.context_plan import Stage, rows_of, shares, stages
 from dualkv.layout import Layout
 from dualkv.ops.attention import attention
-from dualkv.ops.window import Window
+from dualkv.ops.features import FeatureArguments, Features, Window
 from dualkv.sequence_parallel import Shard
 
 # Pieces of the KV heads. Fewer would hide less of the exchange, and take more memory for rows of q that have no
@@ -60,38 +60,29 @@ class ContextShard(Shard):
         v: torch.Tensor,
         softmax_scale: float | None = None,
         deterministic: bool = False,
-        *,
-        window: int | None = None,
-        chunk: int | None = None,
-        sinks: torch.Tensor | None = None,
-        softcap: float | None = None,
+        **features: Unpack[FeatureArguments],
     ) -> torch.Tensor:
         """Run attention like :meth:`Shard.attention`, for any number of heads. The gradient of sinks is that of this
         rank's rows."""
         check_bool("deterministic", deterministic)
-        call = self._checked(q, k, v, softmax_scale, window, chunk, sinks, softcap)
+        call = self._checked(q, k, v, softmax_scale, features)
         if self.world_size == 1:
-            return super().attention(
-                q, k, v, softmax_scale, deterministic, window=window, chunk=chunk, sinks=sinks, softcap=softcap
-            )
+            return super().attention(q, k, v, softmax_scale, deterministic, **features)
         self.layout._segments.use.seen = True  # a rank may have no rows of its own, and runs no op then
-        learned = [x for x in (q, k, v, sinks) if x is not None and x.requires_grad]
+        learned = [x for x in (q, k, v, call.features.sinks) if x is not None and x.requires_grad]
         run = _Run(
             self.group,
-            self._stages(call.window, call.chunk),
+            self._stages(call.features.reach),
             call.softmax_scale,
             deterministic,
-            call.window,
-            call.chunk,
-            call.softcap,
+            call.features._replace(sinks=None),
             torch.is_grad_enabled() and bool(learned),
         )
-        out: torch.Tensor = _Attention.apply(call.q, call.k, call.v, call.sinks, run)
+        out: torch.Tensor = _Attention.apply(call.q, call.k, call.v, call.features.sinks, run)
         return out
 
-    def _stages(self, window: int | None, chunk: int | None) -> list[Stage]:
-        """The stages of attention, made once for a layout, a device and a window."""
-        hiding = None if window is None and chunk is None else Window(window, chunk)
+    def _stages(self, hiding: Window | None) -> list[Stage]:
+        """The stages of attention, made once for a layout, a device and what hides keys."""
 
         def make() -> list[Stage]:
             return stages(self.layout, self.shares, self.rank, hiding)
@@ -111,10 +102,12 @@ class _Run(NamedTuple):
     stages: list[Stage]
     scale: float
     deterministic: bool
-    window: int | None
-    chunk: int | None
-    softcap: float | None
+    features: Features
     kept: bool
+
+    def of_heads(self, sinks: torch.Tensor | None, heads: slice) -> Features:
+        """The features for some query heads; the sinks [H] are passed apart, as autograd follows them."""
+        return self.features._replace(sinks=None if sinks is None else sinks[heads])
 
     def send(self, kv: torch.Tensor, stage: Stage) -> _Exchange:
         """Send rows of this rank to the ranks that need them."""
@@ -191,10 +184,7 @@ class _Attention(torch.autograd.Function):
                 stage.layout,
                 run.scale,
                 run.deterministic,
-                window=run.window,
-                chunk=run.chunk,
-                sinks=None if sinks is None else sinks[heads.q],
-                softcap=run.softcap,
+                **run.of_heads(sinks, heads.q)._asdict(),
                 return_lse=True,
             )
             out[stage.own, heads.q] = found.index_select(0, stage.asked)
@@ -237,10 +227,7 @@ class _Attention(torch.autograd.Function):
                     run.scale,
                     run.deterministic,
                     gradients,
-                    run.window,
-                    run.chunk,
-                    None if sinks is None else sinks[heads.q],
-                    run.softcap,
+                    *run.of_heads(sinks, heads.q),
                 )
                 if wanted["q"]:
                     dq[stage.own, heads.q] = of_q.index_select(0, stage.asked)

@@ -14,7 +14,7 @@ import torch
 
 from dualkv.arrays import IntArray
 from dualkv.layout import Layout
-from dualkv.ops.window import Window
+from dualkv.ops.features import Window
 from dualkv.segments import Segments
 
 Range = tuple[int, int]  # packed rows [begin, end)

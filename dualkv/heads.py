@@ -107,6 +107,13 @@ class Head:
         check_rows(BEFORE, self.before, hidden)
         return apply(BEFORE, self.before, hidden)
 
+    def scale_over(self, temperature: float) -> tuple[float, float | None, float]:
+        """(divisor, cap, factor) for logits s of the product, divided by a temperature: cap * tanh(s * factor / cap) /
+        divisor. Without a cap (None) the scale is a part of the divisor, and costs nothing."""
+        if self.softcap is None:
+            return temperature / self.scale, None, 1.0
+        return temperature, self.softcap, self.scale
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [..., C] -> logits [..., V], all at a time, with gradients.
 

@@ -120,13 +120,11 @@ def response_logprobs(
     targets = batch.targets.index_select(0, token)
     inputs = [states, *(x for x in tensors if x is not None)]
     differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    factor = head.scale
-    if head.softcap is None:  # then the scale is a part of the temperature, and costs nothing
-        divisor, factor = divisor / factor, 1.0
+    divisor, cap, factor = head.scale_over(divisor)
     divides: float | torch.Tensor | None = None if divisor == 1.0 else divisor
     if compiled and divides is not None:  # a tensor: a number would be compiled in
         divides = torch.full((), divisor, dtype=_wider(states.dtype), device=states.device)
-    settings = (divides, head.softcap, factor), compiled, memory if differentiable and called is None else None
+    settings = (divides, cap, factor), compiled, memory if differentiable and called is None else None
     found = _HeadLogProbs.apply(states, rows, token, row, targets, chunks, several, called, *settings, *tensors)
     return cast(tuple[torch.Tensor, torch.Tensor], found)
 
@@ -204,7 +202,7 @@ def _chunks(tokens_of_row: IntArray, chunk_size: int) -> tuple[list[Chunk], tupl
     return [Chunk(*pair) for pair in pairs.tolist()], (several % chunk_size, place)
 
 
-# (temperature, or None for 1; cap; factor in front of it): `z = softcap * tanh(s * factor / softcap) / temperature`, of
+# (temperature, or None for 1; cap; factor in front of it): `z = cap * tanh(s * factor / cap) / temperature`, of
 # logits s.
 Scale = tuple[float | torch.Tensor | None, float | None, float]
 # exp(z) is 0 for any z below it, and z times a number is finite.
@@ -218,10 +216,10 @@ def _wider(dtype: torch.dtype) -> torch.dtype:
 
 def _wide(logits: torch.Tensor, scale: Scale) -> torch.Tensor:
     """z, in fp32 (fp64 for fp64): a copy of the logits, capped and divided by the temperature."""
-    temperature, softcap, factor = scale
+    temperature, cap, factor = scale
     wide = logits.to(_wider(logits.dtype), copy=True)
-    if softcap is not None:
-        wide.div_(softcap / factor).tanh_().mul_(softcap)
+    if cap is not None:
+        wide.div_(cap / factor).tanh_().mul_(cap)
     return wide if temperature is None else wide.div_(temperature)
 
 
@@ -290,9 +288,9 @@ def _gradient(
 
 def _through_scale(d: torch.Tensor, logits: torch.Tensor, scale: Scale) -> torch.Tensor:
     """d loss / d logits [u, V] in their dtype, of d loss / d z [u, V], which is overwritten."""
-    temperature, softcap, factor = scale
-    if softcap is not None:
-        capped = _wide(logits, (softcap / factor, None, 1.0)).tanh_()
+    temperature, cap, factor = scale
+    if cap is not None:
+        capped = _wide(logits, (cap / factor, None, 1.0)).tanh_()
         d.mul_(1.0 - capped * capped)
     if temperature is not None or factor != 1.0:
         d.div_((1.0 if temperature is None else temperature) / factor)

@@ -19,7 +19,7 @@ _QWEN35 = {"model_type": "qwen3_5_text", "linear_conv_kernel_dim": 4, "full_atte
            "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
                                "mrope_section": [11, 11, 10], "mrope_interleaved": True}}  # fmt: skip
 
-# Model types whose layers of full attention have a window where there is a `sliding_window`: their code alone says so.
+# Model types whose layers of full attention have windows where there is a `sliding_window`: their code alone says so.
 WITH_WINDOWS_IN_FULL_LAYERS = ("minimax",)
 
 # Written out from the configurations their authors publish (config.json of each model); weights are random.

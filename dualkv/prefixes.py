@@ -167,20 +167,20 @@ class SharedPrefixes:
         limits = np.maximum(self.lengths[self.order], budget).tolist()
         cost = [(0, 0)]  # entry i: of the first i sequences
         begin = []  # entry i: the first sequence of the run that ends with sequence i
-        # Candidates for the beginning of the current run, ascending, with their costs, which ascend too.
-        window: deque[tuple[int, tuple[int, int]]] = deque()
+        # For the beginning of the current run, ascending, with their costs, which ascend too.
+        candidates: deque[tuple[int, tuple[int, int]]] = deque()
         for last in range(len(self)):
             repeated, count = cost[last]
             added = repeated + common[last], count + 1
-            while window and window[-1][1] >= added:
-                window.pop()
-            window.append((last, added))
-            first = window[0][0]
+            while candidates and candidates[-1][1] >= added:
+                candidates.pop()
+            candidates.append((last, added))
+            first = candidates[0][0]
             while ends[last + 1] - ends[first] + common[first] > limits[last] or last - first >= most:
-                window.popleft()
-                first = window[0][0]
+                candidates.popleft()
+                first = candidates[0][0]
             begin.append(first)
-            cost.append(window[0][1])
+            cost.append(candidates[0][1])
         begins = [begin[-1]]
         while begins[-1] > 0:
             begins.append(begin[begins[-1] - 1])

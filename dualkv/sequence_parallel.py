@@ -10,7 +10,7 @@ import copy
 import hashlib
 import math
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from dualkv.arrays import outside_inference_mode
 from dualkv.layout import Layout
 from dualkv.ops import dispatch
 from dualkv.ops.attention import Call, attention, checked
+from dualkv.ops.features import FeatureArguments, Features
 
 
 def padded(layout: Layout, rows: int) -> Layout:
@@ -194,11 +195,7 @@ class Shard:
         v: torch.Tensor,
         softmax_scale: float | None = None,
         deterministic: bool = False,
-        *,
-        window: int | None = None,
-        chunk: int | None = None,
-        sinks: torch.Tensor | None = None,
-        softcap: float | None = None,
+        **features: Unpack[FeatureArguments],
     ) -> torch.Tensor:
         """:func:`dualkv.attention` of all rows, for those of this rank; every rank of the group calls it.
 
@@ -208,12 +205,9 @@ class Shard:
             v: [num_tokens, Hk, Dv].
             softmax_scale: as for :func:`dualkv.attention`.
             deterministic: as for :func:`dualkv.attention`.
-            window: as for :func:`dualkv.attention`.
-            chunk: as for :func:`dualkv.attention`.
-            sinks: [H], of all heads and the same on every rank. The gradient that a rank gets is the one of its share
-                of the heads, and zero elsewhere: the sum over ranks is whole, as for every weight whose rows are
-                shared.
-            softcap: as for :func:`dualkv.attention`.
+            features: as for :func:`dualkv.attention`. Sinks [H] are of all heads and the same on every rank. The
+                gradient that a rank gets is the one of its share of the heads, and zero elsewhere: the sum over ranks
+                is whole, as for every weight whose rows are shared.
 
         Returns:
             out [num_tokens, H, Dv].
@@ -222,16 +216,15 @@ class Shard:
             ValueError, TypeError: heads that the ranks cannot share, another number of rows, and what
                 :func:`dualkv.attention` refuses. Before anything is sent.
         """
-        call = self._checked(q, k, v, softmax_scale, window, chunk, sinks, softcap)
+        call = self._checked(q, k, v, softmax_scale, features)
         heads, kv_heads = q.shape[1], k.shape[1]
         if heads % self.world_size:
             raise ValueError(
                 f"q has {heads} heads, expected a multiple of the {self.world_size} sequence-parallel ranks"
             )
-        features: dict[str, Any] = {"window": call.window, "chunk": call.chunk, "softcap": call.softcap}
         if self.world_size == 1:
-            return attention(q, k, v, self.layout, call.softmax_scale, deterministic, sinks=sinks, **features)
-        q, k, v, sinks = call.q, call.k, call.v, call.sinks
+            return attention(q, k, v, self.layout, call.softmax_scale, deterministic, **features)
+        q, k, v = call.q, call.k, call.v
         # A rank's query heads read consecutive key heads: repeated until every rank gets equally many, each in order.
         repeats = self.world_size // math.gcd(kv_heads, self.world_size)
         if repeats > 1:
@@ -242,7 +235,7 @@ class Shard:
         mine = _Exchange.apply(torch.cat(shares, 2).transpose(0, 1), self.group)
         columns = zip(mine.flatten(0, 1).split(sizes, 1), head_dims, strict=True)
         q, k, v = (x.unflatten(1, (-1, head_dim)) for x, head_dim in columns)
-        if sinks is not None:
+        if (sinks := call.features.sinks) is not None:
             features["sinks"] = sinks.unflatten(0, (self.world_size, -1))[self.rank]
         out = attention(q, k, v, self.layout, call.softmax_scale, deterministic, **features)
         back = _Exchange.apply(out.unflatten(0, (self.world_size, -1)), self.group)
@@ -254,16 +247,13 @@ class Shard:
         k: torch.Tensor,
         v: torch.Tensor,
         softmax_scale: float | None,
-        window: int | None,
-        chunk: int | None,
-        sinks: torch.Tensor | None,
-        softcap: float | None,
+        features: FeatureArguments,
     ) -> Call:
         """All that :func:`dualkv.attention` checks, before anything is sent: else ranks would wait for one that raised
         an error."""
-        call = checked(q, k, v, softmax_scale, window, chunk, sinks, softcap)
+        call = checked(q, k, v, softmax_scale, Features.given(**features))
         dispatch.check_tensors(call.q, call.k, call.v)
-        dispatch.check_features(call.q, call.window, call.chunk, call.sinks, call.softcap)
+        call.features.check(call.q)
         if q.shape[0] != self.num_tokens:
             raise ValueError(f"q has {q.shape[0]} rows, each rank of this layout holds {self.num_tokens}")
         return call

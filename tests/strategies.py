@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from dualkv.ops.window import Window
+from dualkv.ops.features import Window
 
 LENGTH = st.one_of(st.integers(0, 3), st.integers(0, 40))
 

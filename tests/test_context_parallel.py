@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dualkv import Layout
 from dualkv.context_plan import part_of, shares, stages
-from dualkv.ops.window import Window
+from dualkv.ops.features import Window
 from dualkv.sequence_parallel import padded
 from tests.strategies import groups, trees
 

@@ -83,7 +83,7 @@ def examine(kind: str) -> Result:
 
 
 def configuration(kind: str) -> PreTrainedConfig:
-    """The defaults with SETTINGS, and with a window in text models that have the field and leave it out."""
+    """The defaults with SETTINGS, and with windows in text models that have the field and leave it out."""
     fields = SETTINGS.get(kind, {})
     config = AutoConfig.for_model(kind, **fields)
     if getattr(config, "sliding_window", 1) is None:

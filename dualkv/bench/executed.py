@@ -1,10 +1,10 @@
-"""Count what the kernels compute of a workload with a window or chunks, from their work plans: numpy, no GPU."""
+"""Count what the kernels compute of a workload whose rows see some of the keys before them: numpy, no GPU."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from codegen.spec import backward_specs, forward_spec, joined
+from codegen.spec import backward_specs, forward_spec
 from codegen.tiles import BackwardTile, ForwardTile, kernel_head_dims
 from cute_kernels.abi import WG_ROWS, part_rows
 from cute_kernels.abi import BackwardFields as items
@@ -22,22 +22,19 @@ NUM_SMS = 132  # of an H100 or H200
 
 def executed_over_useful(workload: Workload, direction: str) -> float | None:
     """Multiplications that the tensor cores execute over those of visible (query, key) pairs, in all products of a
-    direction ("fwd" or "bwd"); None without a window or chunks, whose plans are others."""
-    window, layout = workload.reach, workload.layout()
-    if window is None or direction not in ("fwd", "bwd"):
+    direction ("fwd" or "bwd"); None where they see all, whose plans are others."""
+    reach, layout = workload.reach, workload.layout()
+    if reach is None or direction not in ("fwd", "bwd"):
         return None
     segments, native = segments_of(layout.offsets, layout.parent), kernel_head_dims(*workload.head_dims)
-    features = tuple(name for name in ("window", "sinks", "softcap") if name == "window" or getattr(workload, name))
     if direction == "fwd":
         ratio = workload.heads // workload.kv_heads
-        spec = forward_spec(
-            workload.dtype, native[0], ratio, True, joined(*features), window.short, native[1]
-        )  # fmt: skip
+        spec = forward_spec(workload.dtype, native[0], ratio, True, workload.names, reach.short, native[1])
         tile, packed = spec.tile, spec.packed_heads
-        done = forward_pairs(path_work(segments, tile.tokens(packed), tile.tile_n, window, tile.parts), tile, packed)
+        done = forward_pairs(path_work(segments, tile.tokens(packed), tile.tile_n, reach, tile.parts), tile, packed)
     else:
-        main = backward_specs(workload.dtype, native[0], features=features, head_dim_v=native[1]).main.tile
-        work = windowed_work(segments, window, main, workload.heads, workload.kv_heads, NUM_SMS)
+        main = backward_specs(workload.dtype, native[0], features=workload.names, head_dim_v=native[1]).main.tile
+        work = windowed_work(segments, reach, main, workload.heads, workload.kv_heads, NUM_SMS)
         done = backward_pairs(work, main)
     return done / workload.visible_pairs()
 

@@ -49,12 +49,9 @@ class Varlen:
             "max_seqlen_q": max(q_lens), "max_seqlen_k": max(k_lens),
             "softmax_scale": inputs.scale, "causal": causal,
         }  # fmt: skip
-        window, sinks, softcap = (inputs.features[name] for name in ("window", "sinks", "softcap"))
-        for name, value in (
-            ("window_size_left", window - 1 if window else None), ("learnable_sink", sinks), ("softcap", softcap)
-        ):  # fmt: skip
-            if value is not None:
-                self._settings[name] = value
+        window, _, sinks, softcap = inputs.features
+        theirs = {"window_size_left": window and window - 1, "learnable_sink": sinks, "softcap": softcap}
+        self._settings |= {name: value for name, value in theirs.items() if value is not None}
         self._deterministic = deterministic
 
     def forward(self) -> None:

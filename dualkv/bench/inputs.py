@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from dualkv.bench.workloads import Workload
+from dualkv.ops.features import Features
 
 Rows = npt.NDArray[np.int64]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -62,11 +63,10 @@ class Inputs:
         return [(rows[s], [rows[r] for r in np.flatnonzero(parent == s)]) for s in np.flatnonzero(parent == -1)]
 
     @cached_property
-    def features(self) -> dict[str, Any]:
-        """The arguments of `dualkv.attention` that the workload asks for beside q, k, v, layout and scale."""
+    def features(self) -> Features:
+        """The features that the workload asks for."""
         w = self.workload
-        sinks = torch.randn(w.heads, generator=self._generator, device=self.device) if w.sinks else None
-        return {"window": w.window, "chunk": w.chunk, "sinks": sinks, "softcap": w.softcap}
+        return w.features(torch.randn(w.heads, generator=self._generator, device=self.device) if w.sinks else None)
 
     @cached_property
     def dout(self) -> torch.Tensor:
@@ -78,9 +78,9 @@ class Inputs:
         return torch.randn(shape, generator=self._generator, device=self.device, dtype=dtype)
 
     def check_plain(self) -> None:
-        """Raise ValueError for a workload with windows, chunks, sinks or softcapping: the calling side has none."""
-        if self.workload.reach or self.workload.sinks or self.workload.softcap:
-            raise ValueError(f"computes full attention without sinks or softcapping, {self.workload.name} has others")
+        """Raise ValueError for a workload with features, of which the calling side has none."""
+        if names := self.workload.names:
+            raise ValueError(f"computes plain full attention, {self.workload.name} has {' and '.join(names)}")
 
     def copied(self) -> list[tuple[Rows, Rows]]:
         """(query rows, key rows) of sequences that together are the workload, causal from the last key on: each

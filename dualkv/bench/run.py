@@ -5,7 +5,7 @@ back for a while (*sustained*) before the next; the median over rounds counts. A
 is not counted: the first one then follows another side's turn, as all others do, not a pause. *Cold* is single calls
 after a pause.
 TFLOP/s and GB/s are counted on deduplicated work (:meth:`Workload.flops`, :meth:`Workload.bytes`), the prompt once,
-whatever a side repeats. With a window or chunks a result has what our kernels execute over what is visible.
+whatever a side repeats. Where rows see some keys only, a result has what our kernels execute over what is visible.
 """
 
 from __future__ import annotations

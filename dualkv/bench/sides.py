@@ -78,7 +78,7 @@ def ours(inputs: Inputs, direction: str, deterministic: bool = False, backend: s
     if backend is None and (other := backends.of_variable()) not in (None, "hopper"):
         raise RuntimeError(f"{backends.VARIABLE} is {other!r}, expected none: this side is our kernels")
     leaves = q, k, v = [x.detach().requires_grad_(direction == "both") for x in (inputs.q, inputs.k, inputs.v)]
-    features = {**inputs.features, **({"backend": backend} if backend else {})}
+    features = {**inputs.features._asdict(), **({"backend": backend} if backend else {})}
     if direction == "bwd":
         out, lse = dualkv.attention(q, k, v, layout, inputs.scale, return_lse=True, **features)
         call = inputs.dout, q, k, v, out, lse, layout.offsets, layout.parent, inputs.scale, deterministic
@@ -183,13 +183,13 @@ def _flex(inputs: Inputs, direction: str, options: dict[str, int] | None) -> Sid
 
 def cudnn_intervals(inputs: Inputs, direction: str) -> Side:
     """cuDNN's attention with intervals of visible keys (`cudnn.flex_attention`, which compiles for the device); each
-    group is a sequence. Making its mask plan apart. No sinks, no softcapping."""
+    group is a sequence. Making its mask plan apart."""
     require("nvidia-cudnn-frontend", "this side")
     from cudnn import flex_attention as cudnn
 
     workload = inputs.workload
-    if workload.sinks or workload.softcap:
-        raise ValueError(f"computes no sinks and no softcapping, {workload.name} has them")
+    if lacking := {*workload.names} & {"sinks", *backends.BACKENDS["cudnn"].lacks}:
+        raise ValueError(f"does not compute {' and '.join(sorted(lacking))}, {workload.name} has them")
     segments = inputs.layout._segments
     ends = torch.from_numpy(interval_ends(segments, workload.reach)).to(inputs.device)
     lengths = group_lengths(segments).tolist()

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from codegen.tiles import kernel_head_dims
 from dualkv.bench import traces
 from dualkv.data.microbatch import plan_micro_batches
 from dualkv.data.rollouts import load_tokenizer, read_rollouts
 from dualkv.layout import Layout
-from dualkv.ops.window import Window
+from dualkv.ops.features import Features, Window
 
 DTYPES = ("bf16", "fp16")
 # Products of a pair of a query and a key, by direction: over the head dim of q and k, over that of v.
@@ -65,10 +66,19 @@ class Workload:
         """The head dim of q and k, and that of v."""
         return self.head_dim, self.head_dim_v or self.head_dim
 
+    def features(self, sinks: torch.Tensor | None = None) -> Features:
+        """The features of its attention, with these sinks."""
+        return Features(self.window, self.chunk, sinks, self.softcap)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its features (`Features.names`)."""
+        return *self.features().names, *["sinks"] * self.sinks
+
     @property
     def reach(self) -> Window | None:
         """The keys of its path that a query sees; None: all before it."""
-        return Window(self.window, self.chunk) if self.window or self.chunk else None
+        return self.features().reach
 
     def with_shape(self, **given: int | str | None) -> Workload:
         """Copy the workload with other heads, kv_heads, head dims or dtype (None: unchanged); the new name says

@@ -17,6 +17,7 @@ from dualkv import Layout
 from dualkv.bench import timing
 from dualkv.bench.run import in_words
 from dualkv.ops import backends
+from dualkv.ops.features import Features
 
 # Of a result or gradient, by norms. What kernels that are right show in bf16 is below 0.01; fp16 has three more bits.
 BOUNDS = {torch.bfloat16: 0.02, torch.float16: 0.004}
@@ -105,9 +106,10 @@ def run(device: torch.device, names: list[str] | None = None, every: Iterator[Ca
     for case in every or cases():
         made, bound = _drawn(case, device), BOUNDS[case.dtype]
         want = _computed(made, case, "reference", torch.float32)[0]
+        features = Features(**{name: value for name, value in case.features.items() if name in Features._fields})
         for name in asked:
             dlse = made.dlse if "lse" in case.features else None
-            reason = backends.BACKENDS[name].unsupported(made.q, made.v, case.features.get("softcap"), dlse)
+            reason = backends.BACKENDS[name].unsupported(made.q, made.v, features, dlse)
             if reason:
                 yield Line(name, case.name, None, None, None, f"refused: does not serve {reason}")
                 continue

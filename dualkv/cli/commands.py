@@ -16,6 +16,7 @@ from rich.table import Table
 
 import dualkv
 from codegen import KernelError, packages
+from codegen.select import NAMES
 from dualkv.cli.output import check_folder, check_plot, console_of, tracked, write_json
 from dualkv.demo.settings import ON_CUDA, DemoSettings
 
@@ -397,7 +398,7 @@ def precompile(
     gqa: Annotated[str, typer.Option(help="GQA ratios (query heads a KV head) by commas.")] = "",
     features: Annotated[
         str,
-        typer.Option(help="What layers of --head-dims have, by commas: of window (chunks too), sinks, softcap, dlse."),
+        typer.Option(help=f"Features of --head-dims, by commas: of {', '.join(NAMES)} (the first is chunks too)."),
     ] = "",
     dtypes: Annotated[str, typer.Option(help="Of bf16 and fp16, by commas.")] = "bf16",
     directions: Annotated[str, typer.Option(help="Of forward and backward, by commas.")] = "forward,backward",

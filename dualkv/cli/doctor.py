@@ -224,7 +224,7 @@ def _served(where: str, device: torch.device, dtype: torch.dtype) -> Runs:
         if asked not in backends.BACKENDS:
             why = f"{backends.VARIABLE} is {asked!r}, expected one of {', '.join(backends.BACKENDS)}"
             return Runs(where, NOTHING, why)
-        reason = backends.BACKENDS[asked].unsupported(q, q, None, None)
+        reason = backends.BACKENDS[asked].unsupported(q, q)
         if reason:
             return Runs(where, NOTHING, f"{backends.VARIABLE} is {asked!r}, which does not serve {reason}")
         return Runs(where, backends.BACKENDS[asked].what, f"{backends.VARIABLE} is {asked!r}")

@@ -284,7 +284,7 @@ def topic_prompts(tokenizer: Tokenizer, prompt_len: int, count: int, seed: int) 
     Args:
         tokenizer: turns the text into tokens.
         prompt_len: tokens of each prompt.
-        count: number of prompts. Each is a window of the text at a random position.
+        count: number of prompts. Each is a piece of the text at a random position.
         seed: of the positions.
 
     Returns:

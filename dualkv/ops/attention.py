@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -12,10 +11,9 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch.autograd import forward_ad
 
-from cute_kernels.abi import MAX_ROWS
-from dualkv.arrays import positive
 from dualkv.layout import Layout
 from dualkv.ops import dispatch
+from dualkv.ops.features import Features, check_number
 
 
 @overload
@@ -125,10 +123,10 @@ def attention(
         raise TypeError(f"deterministic is {deterministic!r}, expected True or False")
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend is a {type(backend).__name__}, expected a string")
-    call = checked(q, k, v, softmax_scale, window, chunk, sinks, softcap)
+    call = checked(q, k, v, softmax_scale, Features.given(window, chunk, sinks, softcap))
     out, lse = _forward(call)(
-        call.q, call.k, call.v, layout.offsets, layout.parent, call.softmax_scale, deterministic, call.window,
-        call.chunk, call.sinks, call.softcap, backend,
+        call.q, call.k, call.v, layout.offsets, layout.parent, call.softmax_scale, deterministic, *call.features,
+        backend,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -139,7 +137,7 @@ def _forward(call: Call) -> Callable[..., Any]:
         return _Transformed.apply
     if torch.compiler.is_compiling():
         return torch.ops.dualkv.fwd
-    given = (x for x in (call.q, call.k, call.v, call.sinks) if x is not None)
+    given = (x for x in (call.q, call.k, call.v, call.features.sinks) if x is not None)
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in given)
     return _Recorded.apply if recorded else _below_autograd
 
@@ -151,9 +149,6 @@ def _below_autograd(*inputs: Any) -> Any:
         return torch.ops.dualkv.fwd(*inputs)
 
 
-_NUMBERS = (numbers.Real, torch.SymInt, torch.SymFloat, type(None))
-
-
 class Call(NamedTuple):
     """Arguments of :func:`attention` in the form that the op takes."""
 
@@ -161,45 +156,29 @@ class Call(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
     softmax_scale: float
-    window: int | None
-    chunk: int | None
-    sinks: torch.Tensor | None
-    softcap: float | None
+    features: Features
 
 
-def checked(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    softmax_scale: float | None,
-    window: int | None,
-    chunk: int | None,
-    sinks: torch.Tensor | None,
-    softcap: float | None,
-) -> Call:
+def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None, features: Features) -> Call:
     """Arguments of :func:`attention`: types checked, defaults filled in, cast as autocast says. The op checks shapes.
 
     Raises:
-        ValueError: a scale out of range; a window or chunk below 1.
-        TypeError: no tensors; a window or chunk that is not an integer; a scale or cap that is not a number.
+        ValueError: a scale out of range.
+        TypeError: no tensors; a scale that is not a number.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_local(name, x)
-    if sinks is not None:
-        check_local("sinks", sinks)
-    window = None if window is None else min(positive("window", window), MAX_ROWS)  # no path is longer
-    chunk = None if chunk is None else min(positive("chunk", chunk), MAX_ROWS)
-    for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap)):
-        if not isinstance(value, _NUMBERS) or isinstance(value, bool):
-            raise TypeError(f"{name} is a {type(value).__name__}, expected a Python number")
-    q, k, v, sinks = under_autocast(q, k, v, sinks)
+    if features.sinks is not None:
+        check_local("sinks", features.sinks)
+    check_number("softmax_scale", softmax_scale)
+    q, k, v, sinks = under_autocast(q, k, v, features.sinks)
     if softmax_scale is None:
         softmax_scale = 1.0 / math.sqrt(max(q.shape[-1], 1))
     else:
         dispatch.check_scale(softmax_scale)
-    if softcap is not None:
-        dispatch.check_softcap(softcap, q.dtype)
-    return Call(q, k, v, float(softmax_scale), window, chunk, sinks, None if softcap is None else float(softcap))
+    if sinks is not features.sinks:
+        features = features._replace(sinks=sinks)
+    return Call(q, k, v, float(softmax_scale), features)
 
 
 def check_local(name: str, x: object) -> None:

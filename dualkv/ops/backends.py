@@ -7,14 +7,16 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache
-from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from dualkv.ops import composition, cudnn, flex, hopper, padding, reference
 from dualkv.ops.compiling import NotCompiled
+from dualkv.ops.features import NONE, Features
+from dualkv.ops.padding import Gradients
 from dualkv.segments import Segments
 
 VARIABLE = "DUALKV_BACKEND"
@@ -23,29 +25,87 @@ VARIABLE = "DUALKV_BACKEND"
 # (docs/performance.md#other-gpus).
 FLEX_FIRST = 9, 10
 T = TypeVar("T")
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-class Backend(NamedTuple):
+class Implementation(Protocol):
+    """The two functions of a backend, called by keywords."""
+
+    def forward(
+        self,
+        *,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        segments: Segments,
+        softmax_scale: float,
+        features: Features,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute out [T, H, Dv] in q's dtype, and lse [H, T] fp32 (fp64 for fp64 inputs)."""
+
+    def backward(
+        self,
+        *,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        segments: Segments,
+        softmax_scale: float,
+        features: Features,
+        dlse: torch.Tensor | None,
+        deterministic: bool,
+        gradients: str,
+    ) -> Gradients:
+        """Compute dq, dk, dv and dsinks ([0] without sinks). Gradients that are not requested may be computed."""
+
+
+@dataclass(frozen=True)
+class Backend:
     """One way to compute attention.
 
     Attributes:
         what: a description in words.
-        module: forward(q, k, v, segments, softmax_scale, window, sinks, softcap) -> (out, lse), and backward(dout, q,
-            k, v, out, lse, segments, softmax_scale, [deterministic, [gradients,]] window, sinks, softcap, dlse) -> (dq,
-            dk, dv, dsinks). Gradients that are not requested may be computed.
-        unsupported: (q, v, softcap, dlse) -> why it cannot serve a call, or None.
+        module: what computes it.
+        refuses: (q, v, dlse) -> why it cannot serve a call, or None.
         head_dims: of q and k, and of v, with which it takes tensors of some head dims.
-        takes: how many of deterministic and gradients its backward takes.
+        lacks: names of features that it does not compute.
         warning: what is said once where it runs on a GPU without being asked for.
     """
 
     what: str
-    module: ModuleType
-    unsupported: Callable[[torch.Tensor, torch.Tensor, float | None, torch.Tensor | None], str | None]
+    module: Implementation
+    refuses: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], str | None]
     head_dims: Callable[[int, int], tuple[int, int]]
-    takes: int
+    lacks: tuple[str, ...] = ()
     warning: str | None = None
+
+    def unsupported(
+        self, q: torch.Tensor, v: torch.Tensor, features: Features = NONE, dlse: torch.Tensor | None = None
+    ) -> str | None:
+        """Say why it cannot serve a call, with tensors as the op takes them; None if it can."""
+        lacking = next((name for name in features.names if name in self.lacks), None)
+        return lacking or self.refuses(q, v, dlse)
+
+    def forward(
+        self, *, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, **others: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute (out [T, H, Dv], lse [H, T]) for any head dims; `others` as for its module."""
+        if segments.total == 0:
+            return reference.forward(q, k, v, segments, **others)
+        dims = self.head_dims(q.shape[2], v.shape[2])
+        return padding.forward(self.module.forward, dims, q=q, k=k, v=v, segments=segments, **others)
+
+    def backward(
+        self, *, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+        segments: Segments, **others: Any,
+    ) -> Gradients:  # fmt: skip
+        """Compute (dq, dk, dv, dsinks) for any head dims; `others` as for its module."""
+        call = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "segments": segments, **others}
+        if segments.total == 0:
+            return reference.backward(**call)
+        return padding.backward(self.module.backward, self.head_dims(q.shape[2], v.shape[2]), **call)
 
 
 # By name, in the order in which they are tried where nothing is chosen by hand; but see `order`.
@@ -53,40 +113,37 @@ BACKENDS = {
     "hopper": Backend(
         "the dualkv kernel",
         hopper,
-        lambda q, v, softcap, dlse: hopper.unsupported(q),
+        lambda q, v, dlse: hopper.unsupported(q),
         padding.for_kernel,
-        2,
     ),
     "cudnn": Backend(
         "cuDNN's interval-mask attention",
         cudnn,
-        lambda q, v, softcap, dlse: cudnn.unsupported(q, v, softcap, dlse),
+        lambda q, v, dlse: cudnn.unsupported(q, v, dlse),
         cudnn.head_dims,
-        1,
+        lacks=("softcap",),
     ),
     "flash": Backend(
         "a composition of PyTorch's FlashAttention calls",
         composition,
-        lambda q, v, softcap, dlse: composition.unsupported(q, softcap, max(q.shape[2], v.shape[2])),
+        lambda q, v, dlse: composition.unsupported(q, max(q.shape[2], v.shape[2])),
         padding.equal,
-        1,
-        "a composition of PyTorch's FlashAttention calls",
+        lacks=("softcap",),
+        warning="a composition of PyTorch's FlashAttention calls",
     ),
     "flex": Backend(
         "PyTorch's FlexAttention, compiled",
         flex,
-        lambda q, v, softcap, dlse: flex.unsupported(q, v),
+        lambda q, v, dlse: flex.unsupported(q, v),
         flex.head_dims,
-        1,
-        "PyTorch's FlexAttention, compiled",
+        warning="PyTorch's FlexAttention, compiled",
     ),
     "reference": Backend(
         "the chunked reference",
         reference,
-        lambda q, v, softcap, dlse: None,
+        lambda q, v, dlse: None,
         lambda head_dim, head_dim_v: (head_dim, head_dim_v),
-        0,
-        "the chunked PyTorch reference, which is slow",
+        warning="the chunked PyTorch reference, which is slow",
     ),
 }
 
@@ -130,7 +187,7 @@ def of_variable() -> str | None:
 def choose(
     q: torch.Tensor,
     v: torch.Tensor,
-    softcap: float | None,
+    features: Features,
     dlse: torch.Tensor | None,
     backend: str | None,
 ) -> Backend:
@@ -145,11 +202,11 @@ def choose(
         origin, backend = VARIABLE, of_variable()
     if backend is not None:
         check_name(backend, origin)
-        reason = BACKENDS[backend].unsupported(q, v, softcap, dlse)
+        reason = BACKENDS[backend].unsupported(q, v, features, dlse)
         if reason:
             raise ValueError(f"{origin} is {backend!r}, which does not serve {reason}: expected another one, or none")
         return BACKENDS[backend]
-    name, refused = first(q, v, softcap, dlse)
+    name, refused = first(q, v, features, dlse)
     found = BACKENDS[name]
     if found.warning and q.is_cuda:
         warn_once(f"dualkv: no kernel for {refused['hopper']}; running {found.warning}")
@@ -160,13 +217,13 @@ def computed(
     run: Callable[[Backend], T],
     q: torch.Tensor,
     v: torch.Tensor,
-    softcap: float | None,
+    features: Features,
     dlse: torch.Tensor | None,
     backend: str | None,
 ) -> T:
     """Call `run` with the backend of a call and return its result (see `choose`, also for errors). Where nobody asked
     for a backend and the first that serves the call cannot be compiled, the next one takes its place."""
-    found = choose(q, v, softcap, dlse, backend)
+    found = choose(q, v, features, dlse, backend)
     while True:
         try:
             return run(found)
@@ -178,20 +235,20 @@ def computed(
         names = order(q.device)
         failed = next(name for name in names if BACKENDS[name] is found)
         after = names[names.index(failed) + 1 :]
-        found = next(BACKENDS[n] for n in after if BACKENDS[n].unsupported(q, v, softcap, dlse) is None)
+        found = next(BACKENDS[n] for n in after if BACKENDS[n].unsupported(q, v, features, dlse) is None)
         warn_once(f"dualkv: the backend {failed!r} was not compiled ({why}); running {found.what}")
 
 
 def first(
     q: torch.Tensor,
     v: torch.Tensor,
-    softcap: float | None = None,
+    features: Features = NONE,
     dlse: torch.Tensor | None = None,
 ) -> tuple[str, dict[str, str]]:
     """The name of the first backend that serves a call, and why those before it do not."""
     refused: dict[str, str] = {}
     for name in order(q.device):
-        reason = BACKENDS[name].unsupported(q, v, softcap, dlse)
+        reason = BACKENDS[name].unsupported(q, v, features, dlse)
         if reason is None:
             return name, refused
         refused[name] = reason
@@ -205,25 +262,3 @@ def warn_once(text: str) -> None:
     if text not in _warned:
         _warned.add(text)
         warnings.warn(text, stacklevel=4)
-
-
-def forward(
-    found: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, *others: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [T, H, Dv], lse [H, T]); `others` as for a module's forward."""
-    if segments.total == 0:
-        return reference.forward(q, k, v, segments, *others)
-    dims = found.head_dims(q.shape[2], v.shape[2])
-    return padding.forward(found.module.forward, dims, q, k, v, segments, *others)
-
-
-def backward(
-    found: Backend, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-    lse: torch.Tensor, segments: Segments, softmax_scale: float, deterministic: bool, gradients: str, *others: Any,
-) -> Gradients:  # fmt: skip
-    """(dq, dk, dv, dsinks); `others` as for a module's backward, behind gradients."""
-    call = dout, q, k, v, out, lse, segments, softmax_scale
-    if segments.total == 0:
-        return reference.backward(*call, *others)
-    dims, taken = found.head_dims(q.shape[2], v.shape[2]), (deterministic, gradients)[: found.takes]
-    return padding.backward(found.module.backward, dims, *call, *taken, *others)

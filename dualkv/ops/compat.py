@@ -21,9 +21,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dualkv.arrays import IntArray, Lengths, cumulative_array, outside_inference_mode, positions
 from dualkv.layout import Layout
-from dualkv.ops import hopper
 from dualkv.ops.attention import attention, casts, check_local
 from dualkv.ops.dispatch import DTYPES, check_head_dim, check_scale
+from dualkv.ops.tensors import tma_ready
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -181,7 +181,7 @@ def _unmasked(
         q.split(q_lens.tolist()), k_decoded.split(k_lens.tolist()), v_decoded.split(k_lens.tolist()), strict=True
     ):
         whole = [torch.cat([x.to(y.dtype), y]) for x, y in zip(contexts, decoded, strict=True)]
-        heads_first = [x.transpose(0, 1).unsqueeze(0) for x in (hopper.tma_ready(query), *whole)]
+        heads_first = [x.transpose(0, 1).unsqueeze(0) for x in (tma_ready(query), *whole)]
         with sdpa_kernel(BACKENDS):
             out = F.scaled_dot_product_attention(
                 heads_first[0], heads_first[1], heads_first[2], scale=scale, enable_gqa=True
@@ -195,7 +195,7 @@ def _unmasked(
 
 
 def _aligned(grad: torch.Tensor | None) -> torch.Tensor | None:
-    return None if grad is None else hopper.tma_ready(grad)
+    return None if grad is None else tma_ready(grad)
 
 
 # ---------------------------------------------------------------- lengths on the host

@@ -25,9 +25,9 @@ import torch
 
 from codegen import packages
 from dualkv.arrays import IntArray, positions, ranges
-from dualkv.ops.hopper import Plan, tma_ready
+from dualkv.ops.features import NONE, Features, Window
 from dualkv.ops.sinks import dsinks, with_sinks
-from dualkv.ops.window import Window
+from dualkv.ops.tensors import Plan, tma_ready
 from dualkv.segments import Segments
 
 aten = torch.ops.aten
@@ -40,11 +40,9 @@ COPIES = 16  # of keys at most, for each row of a tree: an index of 128 bytes a 
 ROWS_OF_A_PIECE = 128
 
 
-def unsupported(q: torch.Tensor, softcap: float | None = None, head_dim: int = 0) -> str | None:
-    """Say why PyTorch's FlashAttention cannot take q's dtype and device, a cap and a head dim (of queries, keys and
-    values, the larger one); None if it can."""
-    if softcap is not None:
-        return "softcap"
+def unsupported(q: torch.Tensor, head_dim: int = 0) -> str | None:
+    """Say why PyTorch's FlashAttention cannot take q's dtype and device and a head dim (of queries, keys and values,
+    the larger one); None if it can."""
     if head_dim > HEAD_DIM_MAX:
         return f"head dims above {HEAD_DIM_MAX}"
     if q.dtype not in (torch.float16, torch.bfloat16):
@@ -255,22 +253,20 @@ def forward(
     k: torch.Tensor,
     v: torch.Tensor,
     segments: Segments,
-    scale: float,
-    window: Window | None = None,
-    sinks: torch.Tensor | None = None,
-    softcap: float | None = None,
+    softmax_scale: float,
+    features: Features = NONE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> out [T, H, D] in q's dtype, lse [H, T] fp32; sinks [H] fp32, softcap None (see :func:`unsupported`)."""
+    """-> out [T, H, D] in q's dtype, lse [H, T] fp32; sinks [H] fp32."""
     q, k, v = (tma_ready(x) for x in (q, k, v))  # PyTorch's kernels too read 16 bytes at a time, without a check
 
     def call(part: Part) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse, *_ = aten._flash_attention_forward(
             _take(q, part.q_rows), _take(k, part.k_rows), _take(v, part.k_rows), part.cu_q, part.cu_k,
-            part.max_q, part.max_k, 0.0, part.causal, False, scale=scale, **part.window(),
+            part.max_q, part.max_k, 0.0, part.causal, False, scale=softmax_scale, **part.window(),
         )  # fmt: skip
         return out, lse
 
-    calls = parts(segments, q.device, window)
+    calls = parts(segments, q.device, features.reach)
     own, levels = ([part for part in calls if part.causal is causal] for causal in (True, False))
     if own[0].q_rows is None:
         out, lse = call(own[0])
@@ -278,12 +274,12 @@ def forward(
         out, lse = q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
         for part in own:
             out[part.q_rows], lse[:, part.q_rows] = call(part)
-    if len(levels) + (sinks is not None) > 1:  # rounded once, at the end
+    if len(levels) + (features.sinks is not None) > 1:  # rounded once, at the end
         out = out.float()
     for part in levels:
         assert part.q_rows is not None
         merge(out, lse, *call(part), part.q_rows)
-    out, lse = with_sinks(out, lse, sinks)
+    out, lse = with_sinks(out, lse, features.sinks)
     return out.to(q.dtype), lse
 
 
@@ -338,12 +334,11 @@ def backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     segments: Segments,
-    scale: float,
-    deterministic: bool,
-    window: Window | None = None,
-    sinks: torch.Tensor | None = None,
-    softcap: float | None = None,
+    softmax_scale: float,
+    features: Features = NONE,
     dlse: torch.Tensor | None = None,
+    deterministic: bool = False,
+    gradients: str = "qkv",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> dq [T, H, D], dk and dv [T, Hk, D], in the dtypes of q, k, v, dsinks [H] (without sinks [0]) fp32.
 
@@ -353,13 +348,13 @@ def backward(
     dout, q, k, v, out = (tma_ready(x) for x in (dout, q, k, v, out))
     no_dropout = torch.empty(0, dtype=torch.uint64, device=q.device)  # state and offset of dropout's random numbers
 
-    calls = parts(segments, q.device, window)
+    calls = parts(segments, q.device, features.reach)
     copied = calls[0].k_rows is not None
     # dq is the sum of a causal call's and of levels'. A sum of two is rounded once in its own dtype too, and more are
     # added in fp32. So are dk and dv of copies.
     wide = sum(not part.causal for part in calls) > 1 or dlse is not None
 
-    def gradients(part: Part, dout: torch.Tensor) -> list[torch.Tensor]:
+    def of_part(part: Part, dout: torch.Tensor) -> list[torch.Tensor]:
         """Compute the gradients of the rows of q, k and v in a part."""
         of_queries = [_take(x, part.q_rows) for x in (dout, q, out)]
         of_keys = [_take(x, part.k_rows) for x in (k, v)]
@@ -370,7 +365,7 @@ def backward(
             key, value = (x[:, kv_heads] for x in of_keys)
             grads = aten._flash_attention_backward(
                 do, query, key, value, o, of_rows[heads], part.cu_q, part.cu_k, part.max_q, part.max_k, 0.0,
-                part.causal, no_dropout, no_dropout, scale=scale, **part.window(),
+                part.causal, no_dropout, no_dropout, scale=softmax_scale, **part.window(),
             )  # fmt: skip
             return list(grads[:3])
 
@@ -391,7 +386,7 @@ def backward(
             dq = torch.empty(q.shape, dtype=torch.float32 if wide else q.dtype, device=q.device)
             sums = [dq, *(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))]
         for part in calls:
-            grads = gradients(part, dout)
+            grads = of_part(part, dout)
             if not part.causal:
                 for total, grad, rows in zip(sums, grads, (part.q_rows, part.k_rows, part.k_rows), strict=True):
                     total[rows] += grad
@@ -410,7 +405,7 @@ def backward(
             # Of size 1 in q's dtype, whatever the size of dlse; a NaN stays in its row.
             size = dlse.abs().nan_to_num(0.0, 0.0).max().clamp(min=torch.finfo(torch.float32).tiny)
             by_row = (dlse / size).t().unsqueeze(-1)
-            sums[0] += by_row * (scale * size) * forward(q, k, k, segments, scale, window, sinks)[0]
-            sums[1] += scale * size * summed((by_row * q).to(q.dtype))[2]
+            sums[0] += by_row * (softmax_scale * size) * forward(q, k, k, segments, softmax_scale, features)[0]
+            sums[1] += softmax_scale * size * summed((by_row * q).to(q.dtype))[2]
     dq, dk, dv = (total.to(x.dtype) for total, x in zip(sums, (q, k, v), strict=True))
-    return dq, dk, dv, dsinks(dout, out, lse, sinks, dlse)
+    return dq, dk, dv, dsinks(dout, out, lse, features.sinks, dlse)

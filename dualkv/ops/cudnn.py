@@ -19,10 +19,10 @@ import torch
 
 from codegen import packages, surface
 from dualkv.ops.compiling import NotCompiled, refusal, refuse_again
-from dualkv.ops.hopper import tma_ready
+from dualkv.ops.features import NONE, Features, Window
 from dualkv.ops.intervals import group_lengths, interval_ends
 from dualkv.ops.sinks import dsinks, with_sinks
-from dualkv.ops.window import Window
+from dualkv.ops.tensors import tma_ready
 from dualkv.segments import Segments
 
 PACKAGE = "nvidia-cudnn-frontend"
@@ -44,16 +44,12 @@ BLACKWELL_WIDE = (256, 256)  # head dims whose backward on Blackwell takes no gr
 
 
 # ---------------------------------------------------------------- which calls
-def unsupported(
-    q: torch.Tensor, v: torch.Tensor, softcap: float | None = None, dlse: torch.Tensor | None = None
-) -> str | None:
+def unsupported(q: torch.Tensor, v: torch.Tensor, dlse: torch.Tensor | None = None) -> str | None:
     """Say why cuDNN cannot serve a call; None if it can. All layouts and windows are served, and sinks."""
     if q.dtype not in DTYPES:
         return f"{q.dtype} inputs"
     if max(q.shape[2], v.shape[2]) > HEAD_DIM_MAX:
         return f"head dims above {HEAD_DIM_MAX}"
-    if softcap is not None:
-        return "softcap"
     if reason := device_unsupported(q.device):
         return reason
     major, _ = torch.cuda.get_device_capability(q.device)
@@ -200,24 +196,36 @@ def _ready(x: torch.Tensor, alignment: int = 16) -> torch.Tensor:
 
 # ---------------------------------------------------------------- the calls
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float,
-    window: Window | None = None, sinks: torch.Tensor | None = None, softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """-> out [T, H, Dv] in q's dtype, lse [H, T] fp32; head dims those of :func:`head_dims`, sinks [H] fp32, softcap
-    None (see :func:`unsupported`)."""
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    segments: Segments,
+    softmax_scale: float,
+    features: Features = NONE,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> out [T, H, Dv] in q's dtype, lse [H, T] fp32; head dims those of :func:`head_dims`, sinks [H] fp32."""
     with torch.no_grad(), torch.cuda.device_of(q):
         q, k, v = (_ready(x) for x in (q, k, v))
         out = torch.empty((*q.shape[:2], v.shape[2]), dtype=q.dtype, device=q.device)
         lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
-        plan(segments, q, k, v, window).run("FlexAttentionFwd", q, k, v, out, lse, scale=scale)
-        return with_sinks(out, lse, sinks)
+        plan(segments, q, k, v, features.reach).run("FlexAttentionFwd", q, k, v, out, lse, scale=softmax_scale)
+        return with_sinks(out, lse, features.sinks)
 
 
 def backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    segments: Segments, scale: float, deterministic: bool, window: Window | None = None,
-    sinks: torch.Tensor | None = None, softcap: float | None = None, dlse: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    segments: Segments,
+    softmax_scale: float,
+    features: Features = NONE,
+    dlse: torch.Tensor | None = None,
+    deterministic: bool = False,
+    gradients: str = "qkv",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> dq [T, H, D], dk [T, Hk, D], dv [T, Hk, Dv] in the dtypes of q, k, v, dsinks [H] fp32 (without sinks [0]).
 
     cuDNN computes P = exp(S - lse) from the lse that it is given, so that a sink's share of the softmax is left out as
@@ -228,9 +236,9 @@ def backward(
         q, k, v, out, dout = (_ready(x, alignment) for x in (q, k, v, out, dout))
         lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
         grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
-        made = plan(segments, q, k, v, window)
+        made = plan(segments, q, k, v, features.reach)
         made.run(
-            "FlexAttentionBwd", q, k, v, out, dout, lse, *grads, dlse, scale=scale, deterministic=deterministic
+            "FlexAttentionBwd", q, k, v, out, dout, lse, *grads, dlse, scale=softmax_scale, deterministic=deterministic
         )  # fmt: skip
         dq, dk, dv = grads
-        return dq, dk, dv, dsinks(dout, out, lse, sinks, dlse)
+        return dq, dk, dv, dsinks(dout, out, lse, features.sinks, dlse)

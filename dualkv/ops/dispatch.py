@@ -1,26 +1,38 @@
-"""Schema, checks, dispatch, fake and autograd of `torch.ops.dualkv.fwd` and `bwd`; see `dualkv.ops`."""
+"""`torch.ops.dualkv.fwd` and `torch.ops.dualkv.bwd`: schema, checks, dispatch, fake and autograd.
+
+    fwd(q, k, v, offsets, parent, softmax_scale, deterministic=False,
+        window=None, chunk=None, sinks=None, softcap=None, backend=None) -> (out, lse)
+    bwd(dout, q, k, v, out, lse, offsets, parent, softmax_scale, deterministic=False, gradients="qkv",
+        window=None, chunk=None, sinks=None, softcap=None, dlse=None, backend=None) -> (dq, dk, dv, dsinks)
+
+q [T, H, D]; k [T, Hk, D]; v [T, Hk, Dv]; dout, out [T, H, Dv]; sinks [H] in q's dtype or fp32; lse [H, T] fp32, natural
+log, sinks included (fp64 for fp64 inputs). dlse [H, T] is the gradient of lse, None for zero. `gradients` names the
+inputs whose gradients are computed, in the order of "qkv"; the other gradients are empty, of shape [0]. dsinks is [H]
+in the dtype of lse, or [0] without sinks. `backend` names what computes the call, None for the first one that serves it
+(`dualkv.ops.backends`). :func:`dualkv.attention` has the formulas.
+
+`offsets` [S+1] and `parent` [S] are the host tensors of a :class:`dualkv.Layout`, on the CPU for any device of q, k, v.
+So nothing is read back from a GPU. And inductor never puts an op with CPU inputs into a CUDA graph of its own, so it
+cannot replay one layout's work for another. A layout's plan is made on the device at the layout's first call, and is
+kept as long as these two tensors.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from codegen.spec import GRADIENTS
 from codegen.tiles import HEAD_DIM_RULE, takes_head_dim
 from dualkv.ops import backends, flops
-from dualkv.ops.backends import Gradients
-from dualkv.ops.window import Window
+from dualkv.ops.features import Features
+from dualkv.ops.padding import Gradients
 from dualkv.segments import OP_TAGS, Segments, segments_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 SCALE_MIN, SCALE_MAX = 2.0**-100, 2.0**100  # fp32 holds such a scale, its inverse and lse / scale
-# fp32 holds softmax_scale / softcap; and the kernels' tanh is off by up to 2^-21, times the cap 2^-11 of a score.
-SOFTCAP_MIN, SOFTCAP_MAX = 2.0**-20, 2.0**10
-# Gradients of scores far above the cap underflow in fp16, whatever their sum is rounded to: at a cap of 2^-10 of scores
-# around 1, dq is off by 10 times what rounding explains.
-SOFTCAP_MIN_HALF = 2.0**-3
 
 _lib = torch.library.Library("dualkv", "DEF")
 _FEATURES = "int? window=None, int? chunk=None, Tensor? sinks=None, float? softcap=None"
@@ -35,20 +47,6 @@ _lib.define(
     " str? backend=None) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
     tags=OP_TAGS,
 )
-
-
-class Features(NamedTuple):
-    """The arguments that implementations take after the scale, in this order.
-
-    Attributes:
-        window: None if no key of the layout is hidden by it.
-        sinks: [H] contiguous, in lse's dtype.
-        softcap: in the units of the scaled scores.
-    """
-
-    window: Window | None = None
-    sinks: torch.Tensor | None = None
-    softcap: float | None = None
 
 
 # ---------------------------------------------------------------- checks: one sentence each, before anything runs
@@ -108,43 +106,11 @@ def check_scale(softmax_scale: float) -> None:
         raise ValueError(f"softmax_scale is {softmax_scale}, expected a number from 2^-100 to 2^100")
 
 
-def check_softcap(softcap: float, dtype: torch.dtype) -> None:
-    """Raise ValueError for a cap that the kernels cannot take, of tensors of a dtype."""
-    if not SOFTCAP_MIN <= softcap <= SOFTCAP_MAX:
-        raise ValueError(f"softcap is {softcap}, expected a number from 2^-20 to 2^10")
-    if dtype == torch.float16 and softcap < SOFTCAP_MIN_HALF:
-        raise ValueError(
-            f"softcap is {softcap} with torch.float16, whose gradients underflow there: expected at least 2^-3, or "
-            "torch.bfloat16"
-        )
-
-
-def check_features(
-    q: torch.Tensor, window: int | None, chunk: int | None, sinks: torch.Tensor | None, softcap: float | None
-) -> Window | None:
-    """The window or chunks as they were given.
-
-    Raises:
-        ValueError: a cap out of range, sinks of another shape or device, a window or chunk below 1, or both.
-        TypeError: sinks of another dtype.
-    """
-    if softcap is not None:
-        check_softcap(softcap, q.dtype)
-    if sinks is not None:
-        if sinks.shape != q.shape[1:2]:
-            raise ValueError(f"sinks has shape {tuple(sinks.shape)}, expected [H] = {tuple(q.shape[1:2])}")
-        if sinks.dtype not in (q.dtype, torch.float32):
-            either = "" if q.dtype == torch.float32 else " or torch.float32"
-            raise TypeError(f"sinks is {sinks.dtype}, expected q's {q.dtype}{either}")
-        if sinks.device != q.device:
-            raise ValueError(f"sinks is on {sinks.device} and q on {q.device}, expected one device")
-    return None if window is None and chunk is None else Window(window, chunk)
-
-
 def _checked(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, parent: torch.Tensor,
-    softmax_scale: float, window: int | None, chunk: int | None, sinks: torch.Tensor | None, softcap: float | None,
+    softmax_scale: float, features: Features,
 ) -> tuple[Segments, Features]:  # fmt: skip
+    """The layout, and the features as backends take them."""
     check_scale(softmax_scale)
     _check_host(offsets, parent)
     segments = segments_of(offsets, parent)
@@ -158,10 +124,8 @@ def _checked(
     # Every layer passes tensors of the same form: looking up that a form has been checked is faster than checking.
     form = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype
     segments.cached((form, q.device, k.device, v.device), check)
-    hiding = check_features(q, window, chunk, sinks, softcap)
-    if hiding is not None and not hiding.hides(segments.longest_path):
-        hiding = None
-    return segments, Features(hiding, None if sinks is None else sinks.to(_lse_dtype(q)).contiguous(), softcap)
+    features.check(q)
+    return segments, features.of_call(segments.longest_path, _lse_dtype(q))
 
 
 def _check_backward(
@@ -202,13 +166,14 @@ def _fwd(
     softmax_scale: float, deterministic: bool = False, window: int | None = None, chunk: int | None = None,
     sinks: torch.Tensor | None = None, softcap: float | None = None, backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    segments, features = _checked(q, k, v, offsets, parent, softmax_scale, window, chunk, sinks, softcap)
+    asked = Features(window, chunk, sinks, softcap)
+    segments, features = _checked(q, k, v, offsets, parent, softmax_scale, asked)
     segments.use.seen = True
 
     def run(chosen: backends.Backend) -> tuple[torch.Tensor, torch.Tensor]:
-        return backends.forward(chosen, q, k, v, segments, softmax_scale, *features)
+        return chosen.forward(q=q, k=k, v=v, segments=segments, softmax_scale=softmax_scale, features=features)
 
-    return backends.computed(run, q, v, softcap, None, backend)
+    return backends.computed(run, q, v, features, None, backend)
 
 
 def _bwd(
@@ -217,15 +182,18 @@ def _bwd(
     gradients: str = "qkv", window: int | None = None, chunk: int | None = None, sinks: torch.Tensor | None = None,
     softcap: float | None = None, dlse: torch.Tensor | None = None, backend: str | None = None,
 ) -> Gradients:  # fmt: skip
-    segments, features = _checked(q, k, v, offsets, parent, softmax_scale, window, chunk, sinks, softcap)
+    asked = Features(window, chunk, sinks, softcap)
+    segments, features = _checked(q, k, v, offsets, parent, softmax_scale, asked)
     _check_backward(dout, q, v, out, lse, gradients, dlse)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    call = dout, q, k, v, out, lse, segments, softmax_scale, deterministic, gradients, *features, dlse
 
     def run(chosen: backends.Backend) -> Gradients:
-        return backends.backward(chosen, *call)
+        return chosen.backward(
+            dout=dout, q=q, k=k, v=v, out=out, lse=lse, segments=segments, softmax_scale=softmax_scale,
+            features=features, dlse=dlse, deterministic=deterministic, gradients=gradients,
+        )  # fmt: skip
 
-    return _requested(gradients, backends.computed(run, q, v, softcap, dlse, backend))
+    return _requested(gradients, backends.computed(run, q, v, features, dlse, backend))
 
 
 def _fwd_cuda(q: torch.Tensor, *others: Any, **settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -253,7 +221,7 @@ def _fwd_fake(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     _check_host(offsets, parent)
     check_tensors(q, k, v)
-    check_features(q, window, chunk, sinks, softcap)
+    Features(window, chunk, sinks, softcap).check(q)
     backends.check_name(backend)
     return q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty((q.shape[1], q.shape[0]), dtype=_lse_dtype(q))
 
@@ -265,7 +233,7 @@ def _bwd_fake(
     gradients: str = "qkv", window: int | None = None, chunk: int | None = None, sinks: torch.Tensor | None = None,
     softcap: float | None = None, dlse: torch.Tensor | None = None, backend: str | None = None,
 ) -> Gradients:  # fmt: skip
-    check_features(q, window, chunk, sinks, softcap)
+    Features(window, chunk, sinks, softcap).check(q)
     backends.check_name(backend)
     _check_backward(dout, q, v, out, lse, gradients, dlse)
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
@@ -274,10 +242,11 @@ def _bwd_fake(
 
 
 def _fwd_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, offsets, parent, ctx.softmax_scale, ctx.deterministic, ctx.window, ctx.chunk, sinks, *rest = inputs
-    ctx.softcap, ctx.backend = rest
+    q, k, v, offsets, parent, ctx.softmax_scale, ctx.deterministic, *asked, ctx.backend = inputs
+    features = Features(*asked)
+    ctx.features = features._replace(sinks=None)  # they are saved
     ctx.set_materialize_grads(False)  # without a gradient of lse the backward does nothing for it
-    ctx.save_for_backward(q, k, v, *output, offsets, parent, sinks)
+    ctx.save_for_backward(q, k, v, *output, offsets, parent, features.sinks)
 
 
 def _fwd_backward(
@@ -296,7 +265,7 @@ def _fwd_backward(
     gradients = "".join(name for name, need in zip("qkv", needed, strict=False) if need) or "q"
     dq, dk, dv, dsinks = backward(
         dout, q, k, v, out, lse, offsets, parent, ctx.softmax_scale, ctx.deterministic, gradients,
-        ctx.window, ctx.chunk, sinks, ctx.softcap, dlse, ctx.backend,
+        *ctx.features._replace(sinks=sinks), dlse, ctx.backend,
     )  # fmt: skip
     grads = dq, dk, dv, dsinks if sinks is None else dsinks.to(sinks.dtype)
     dq, dk, dv, dsinks = (grad if need else None for grad, need in zip(grads, needed, strict=True))

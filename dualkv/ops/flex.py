@@ -20,10 +20,10 @@ import torch
 from codegen import packages
 from dualkv.arrays import IntArray
 from dualkv.ops.compiling import NotCompiled, refusal, refuse_again
-from dualkv.ops.hopper import ALIGNMENT, Plan
+from dualkv.ops.features import NONE, Features, Window
 from dualkv.ops.intervals import block_runs, transposed
 from dualkv.ops.sinks import dsinks, with_sinks
-from dualkv.ops.window import Window
+from dualkv.ops.tensors import ALIGNMENT, Plan
 from dualkv.segments import Segments
 
 BLOCK = 128  # rows and keys of the mask's blocks; FlexAttention's default
@@ -189,9 +189,7 @@ def _compiled(of: str, scale: float, softcap: float | None, form: tuple[Any, ...
     return torch.compile(call, fullgraph=True, dynamic=True, backend=COMPILER)
 
 
-def _run(
-    of: str, scale: float, softcap: float | None, segments: Segments, window: Window | None, *tensors: Any
-) -> Any:  # fmt: skip
+def _run(of: str, scale: float, features: Features, segments: Segments, *tensors: Any) -> Any:
     """The operator's results for rows padded to whole blocks, [1, heads, T, ..].
 
     tensors: its first arguments, but [T, heads, D] or [heads, T]: q, k, v and others, which may be None.
@@ -201,12 +199,13 @@ def _run(
     """
     q, k, v, *others = tensors
     # What a graph is made for: an operator compiled for one form meets no other, and PyTorch's limit of graphs is far.
+    window = features.reach
     form = (
         q.device, q.dtype, q.shape[1], q.shape[2], k.shape[1], v.shape[2], window is None,
         tuple(x is None for x in others), segments.total <= BLOCK, torch.are_deterministic_algorithms_enabled(),
         torch.is_inference_mode_enabled(), tuple(x is not None and x.is_inference() for x in tensors),
     )  # fmt: skip
-    key = of, scale, softcap, form
+    key = of, scale, features.softcap, form
     refuse_again(key)
     of_mask, laid_out = mask(segments, q.device, window), [None if x is None else _laid_out(x) for x in tensors]
     for x in laid_out:
@@ -240,25 +239,39 @@ def _rows_first(x: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float,
-    window: Window | None = None, sinks: torch.Tensor | None = None, softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    segments: Segments,
+    softmax_scale: float,
+    features: Features = NONE,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """-> out [T, H, Dv] in q's dtype, lse [H, T] fp32; head dims of 16 or more, sinks [H] fp32."""
-    out, lse = _run("forward", scale, softcap, segments, window, q, k, v)
+    out, lse = _run("forward", softmax_scale, features, segments, q, k, v)
     out, lse = _rows_first(out, segments.total), lse[0, :, : segments.total] * math.log(2)
-    return with_sinks(out, lse, sinks)
+    return with_sinks(out, lse, features.sinks)
 
 
 def backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    segments: Segments, scale: float, deterministic: bool, window: Window | None = None,
-    sinks: torch.Tensor | None = None, softcap: float | None = None, dlse: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    segments: Segments,
+    softmax_scale: float,
+    features: Features = NONE,
+    dlse: torch.Tensor | None = None,
+    deterministic: bool = False,
+    gradients: str = "qkv",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> dq [T, H, D], dk [T, Hk, D], dv [T, Hk, Dv] in the dtypes of q, k, v, dsinks [H] fp32 (without sinks [0]).
 
     Every gradient is summed in one program, in one order: bitwise equal from run to run, `deterministic` or not.
     """
     base_2 = lse / math.log(2), None if dlse is None else dlse * math.log(2)
     given = q, k, v, out, base_2[0], dout, base_2[1]
-    dq, dk, dv = (_rows_first(x, segments.total) for x in _run("backward", scale, softcap, segments, window, *given))
-    return dq, dk, dv, dsinks(dout, out, lse, sinks, dlse)
+    found = _run("backward", softmax_scale, features, segments, *given)
+    dq, dk, dv = (_rows_first(x, segments.total) for x in found)
+    return dq, dk, dv, dsinks(dout, out, lse, features.sinks, dlse)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dualkv.ops.window import Window
+from dualkv.ops.features import Features, Window
 from dualkv.segments import Segments, segments_of
 
 COUNTER = "torch.utils.flop_counter"
@@ -40,7 +40,7 @@ def _pairs(q: torch.Tensor, offsets: torch.Tensor, parent: torch.Tensor, window:
     rows, heads = q.shape[:2]
     if type(offsets) is not torch.Tensor or type(parent) is not torch.Tensor:
         return heads * (rows * (rows + 1) // 2)
-    hiding = None if window is None and chunk is None else Window(window, chunk)
+    hiding = Features(window, chunk).reach
     segments = segments_of(offsets, parent)
     return heads * segments.cached(("visible pairs", hiding), lambda: visible_pairs(segments, hiding))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from codegen import store
-from codegen.spec import BackwardSpecs, KernelSpec, backward_specs, forward_spec, joined
+from codegen.spec import BackwardSpecs, KernelSpec, backward_specs, forward_spec
 from codegen.store import Kernel
 from codegen.tiles import (
     FEW_KEYS_COST,
@@ -25,19 +25,17 @@ from codegen.tiles import (
     packed_heads,
 )
 from cute_kernels.abi import STAT_COLUMNS, clears_ahead, lock_words
+from dualkv.ops.features import NONE, Features, Window
 from dualkv.ops.plan import backward as plan_backward
 from dualkv.ops.plan import forward as plan_forward
 from dualkv.ops.plan import paths as plan_paths
 from dualkv.ops.plan import schedule
 from dualkv.ops.plan import windowed as plan_windowed
-from dualkv.ops.window import Window
+from dualkv.ops.tensors import Plan, tma_ready
 from dualkv.segments import Segments
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 CAPABILITY = (9, 0)
-ALIGNMENT = 16  # bytes: TMA's requirement for base addresses and strides
-MAX_STRIDE = 2**40  # bytes: TMA's limit
-MOST_STREAMS = 64  # that a plan remembers; PyTorch hands out 32 of a priority in turns
 
 
 # ---------------------------------------------------------------- which calls
@@ -92,30 +90,6 @@ def few_keys_forward(
 
 
 # ---------------------------------------------------------------- plans on a device
-class Plan:
-    """The tensors of a layout's plan on one device."""
-
-    def __init__(self, *tensors: torch.Tensor) -> None:
-        self._tensors = tensors
-        self._used_on: set[int] = set()
-
-    def use(self, device: torch.device) -> None:
-        """Keep the tensors' memory until the device's current stream has finished with it, even if the layout is
-        dropped earlier.
-
-        The allocator keeps a tensor's streams by handle until the tensor is freed, and asks each of them then. So a new
-        stream with the handle of a destroyed one needs nothing more. As of any tensor, the last stream of a handle must
-        live until the layout is dropped; PyTorch's own streams live for ever.
-        """
-        stream = torch._C._cuda_getCurrentRawStream(device.index)  # as for launches; making a Stream object takes 2 us
-        if stream not in self._used_on:
-            if len(self._used_on) == MOST_STREAMS:  # to tell the allocator again does no harm
-                self._used_on.clear()
-            for tensor in self._tensors:
-                tensor.record_stream(torch.cuda.current_stream(device))
-            self._used_on.add(stream)
-
-
 class ForwardPlan(Plan):
     """The forward's plan, for one kernel and one number of heads and KV heads.
 
@@ -289,7 +263,8 @@ def _refuse_capture(device: torch.device, lacking: str) -> None:
 # ---------------------------------------------------------------- launches
 @cache
 def _kernel(
-    dtype: torch.dtype, head_dim: int, heads_per_kv: int, device: torch.device, trees: bool = False, features: str = "",
+    dtype: torch.dtype, head_dim: int, heads_per_kv: int, device: torch.device, trees: bool = False,
+    features: tuple[str, ...] = (),
     short: bool = False, head_dim_v: int | None = None, few_keys: bool = False,
 ) -> tuple[KernelSpec[ForwardTile], Kernel]:  # fmt: skip
     """The specification and the loaded kernel for these; independent of the batch but for `few_keys`."""
@@ -322,25 +297,19 @@ def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def tma_ready(x: torch.Tensor) -> torch.Tensor:
-    """x [T, heads, D] itself if TMA can read it in place (a slice of a wider tensor too), else a contiguous copy."""
-    size = x.element_size()
-    (st, sh, sd), unit, limit = x.stride(), ALIGNMENT // size, MAX_STRIDE // size
-    aligned = x.data_ptr() % ALIGNMENT == 0 and st % unit == 0 and sh % unit == 0
-    if aligned and sd == 1 and 0 < st < limit and 0 < sh < limit:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
 def _contiguous_rows(x: torch.Tensor) -> torch.Tensor:
     """x [H, T] itself if its rows are contiguous, else a copy; an expanded [1, 1] would pass for contiguous."""
     return x if x.stride(1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, softmax_scale: float,
-    window: Window | None = None, sinks: torch.Tensor | None = None, softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    segments: Segments,
+    softmax_scale: float,
+    features: Features = NONE,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [T, H, Dv] in q's dtype, lse [H, T] fp32) in one launch on the current stream; see :func:`unsupported`.
 
     The first call with a dtype, head dims and GQA ratio loads the kernel, and compiles it if no store has it. The first
@@ -352,21 +321,18 @@ def forward(
         v: [T, Hk, Dv], Dv as `padding.for_kernel` gives it.
         segments: the layout of the T rows.
         softmax_scale: from 2^-100 to 2^100.
-        window: a sliding window or chunks.
-        sinks: [H], a natural-log logit a head, neither scaled nor capped. lse contains it.
-        softcap: above 0: scores are softcap * tanh(softmax_scale * q.k / softcap).
+        features: see `Features.of_call`.
 
     Raises:
         RuntimeError: the kernel cannot be compiled or loaded, or a first call is inside a CUDA graph capture.
     """
     device, (rows, heads, head_dim), (_, kv_heads, head_dim_v) = q.device, q.shape, v.shape
+    window = features.reach
     trees = segments.max_depth > 2 or window is not None
-    features = {"window": window, "sinks": sinks, "softcap": softcap}
-    named = joined(*(name for name, x in features.items() if x is not None))
     short = window is not None and window.short
     per_kv = heads // kv_heads
     few = few_keys_forward(segments, head_dim, per_kv, kv_heads, head_dim_v, window)
-    spec, kernel = _kernel(q.dtype, head_dim, per_kv, device, trees, named, short, head_dim_v, few)
+    spec, kernel = _kernel(q.dtype, head_dim, per_kv, device, trees, features.names, short, head_dim_v, few)
     planned = forward_plan(segments, device, spec, heads, kv_heads, window)
     q, k, v = tma_ready(q), tma_ready(k), tma_ready(v)
     out = q.new_empty((rows, heads, head_dim_v))
@@ -374,18 +340,26 @@ def forward(
     if segments.silent is not None:  # no tile has the rows without queries
         out.zero_()
         lse.fill_(math.inf)
-    given = planned.first_key, None if sinks is None else sinks.float().contiguous(), softcap
-    own = (x for x in given if x is not None)
+    given = features.asked | {"window": planned.first_key}
+    own = [given[name] for name in spec.features]
     kernel(q, k, v, out, lse, *planned.tables, softmax_scale, _num_sms(device), *own)
     return out, lse
 
 
 def backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    segments: Segments, softmax_scale: float, deterministic: bool, gradients: str = "qkv",
-    window: Window | None = None, sinks: torch.Tensor | None = None, softcap: float | None = None,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    segments: Segments,
+    softmax_scale: float,
+    features: Features = NONE,
     dlse: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    deterministic: bool = False,
+    gradients: str = "qkv",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq [T, H, D], dk [T, Hk, D] and dv [T, Hk, Dv] in q's dtype, dsinks [H] fp32), in two to four launches.
 
     They run on the current stream. Takes the calls that :func:`forward` takes; first calls load kernels and make plans
@@ -395,27 +369,22 @@ def backward(
 
     Args:
         dout, out: [T, H, Dv], dtype of q.
-        q, k, v, segments, softmax_scale: as given to the forward.
+        q, k, v, segments, softmax_scale, features: as given to the forward; without sinks, dsinks is [0].
         lse: [H, T] fp32, natural log, from the forward.
+        dlse: [H, T] fp32, the gradient of lse; None: 0.
         deterministic: bitwise equal dq from run to run.
         gradients: the ones to compute, letters of "qkv" in that order. The others are empty, [0], and work for them
             alone is skipped.
-        window: which keys of its path a query sees; None: all.
-        sinks: [H] fp32, as given to the forward; out and lse include them. None: there are none, and dsinks is [0].
-        softcap: scores are softcap * tanh(score / softcap); None: as they are.
-        dlse: [H, T] fp32, the gradient of lse; None: 0.
 
     Raises:
         RuntimeError: as :func:`forward`.
         ValueError: an unknown value of `gradients`.
     """
     device, (rows, heads, head_dim), kv_heads = q.device, q.shape, k.shape[1]
-    asked = {"window": window, "sinks": sinks, "softcap": softcap, "dlse": dlse}
-    features = tuple(name for name, value in asked.items() if value is not None)
+    window, sinks = features.reach, features.sinks
+    named = features.names if dlse is None else (*features.names, "dlse")
     few = few_keys_backward(segments, kv_heads, window)
-    specs, kernels = _backward_kernels(
-        q.dtype, head_dim, deterministic, gradients, device, features, v.shape[2], few
-    )  # fmt: skip
+    specs, kernels = _backward_kernels(q.dtype, head_dim, deterministic, gradients, device, named, v.shape[2], few)
     tile, native = specs.main.tile, specs.main.head_dim
     planned = backward_plan(segments, device, tile, heads, kv_heads, window)
     q, k, v, out, dout = (tma_ready(x) for x in (q, k, v, out, dout))
@@ -434,14 +403,13 @@ def backward(
     locked = specs.postprocess and (tile.deterministic or clears_ahead(native))
     locks = workspace(lock_words(heads * blocks) if locked else 0, dtype=torch.int32)
     partials = workspace(planned.num_partials * tile.partial_floats(*specs.main.head_dims) if specs.partial_sum else 0)
-    sinks = None if sinks is None else sinks.float().contiguous()
     dsinks = None if sinks is None else workspace(heads, blocks)
-    of_lse = (dlse, sinks, dsinks) if specs.preprocess.features else ()
-    kernels["bwd_preprocess"](out, dout, lse, stats, dq_sums, locks, softmax_scale, *of_lse)
-    of_window = planned.tables or (None, None, None)
-    of_scores = (*of_window, softcap) if specs.main.features else ()
+    given: dict[str, Sequence[Any]] = {name: (x,) for name, x in features.asked.items()}
+    given |= {"window": planned.tables, "sinks": (sinks, dsinks), "dlse": (dlse,)}
+    of_rows, own = ([x for name in spec.features for x in given[name]] for spec in (specs.preprocess, specs.main))
+    kernels["bwd_preprocess"](out, dout, lse, stats, dq_sums, locks, softmax_scale, *of_rows)
     tables = planned.work, planned.visible_end
-    kernels["bwd"](q, k, v, dout, stats, dk, dv, dq_sums, partials, locks, *tables, softmax_scale, *of_scores)
+    kernels["bwd"](q, k, v, dout, stats, dk, dv, dq_sums, partials, locks, *tables, softmax_scale, *own)
     if specs.partial_sum and planned.num_partials:
         kernels["bwd_sum"](partials, planned.sums, dk, dv)
     if specs.postprocess:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dualkv.arrays import IntArray
-from dualkv.ops.window import Window
+from dualkv.ops.features import Window
 from dualkv.segments import Segments
 
 

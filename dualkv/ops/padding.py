@@ -14,6 +14,8 @@ import torch.nn.functional as F
 
 from codegen.tiles import kernel_head_dims
 
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # dq, dk, dv, dsinks
+
 
 def for_kernel(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     """The head dims (of q and k, of v) with which a call's tensors go to a Hopper kernel.
@@ -43,22 +45,21 @@ def _cut(x: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 def forward(
-    implementation: Callable[..., tuple[torch.Tensor, torch.Tensor]], head_dims: tuple[int, int],
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any,
+    implementation: Callable[..., tuple[torch.Tensor, torch.Tensor]], head_dims: tuple[int, int], *,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(out [T, H, Dv], lse [H, T]) by an implementation that takes `head_dims`; q, k [.., D] and v [.., Dv] of any."""
     wide, wide_v = head_dims
-    out, lse = implementation(_padded(q, wide), _padded(k, wide), _padded(v, wide_v), *others)
+    out, lse = implementation(q=_padded(q, wide), k=_padded(k, wide), v=_padded(v, wide_v), **others)
     return _cut(out, v.shape[2]), lse
 
 
 def backward(
-    implementation: Callable[..., tuple[torch.Tensor, ...]], head_dims: tuple[int, int],
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *others: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    implementation: Callable[..., Gradients], head_dims: tuple[int, int], *, dout: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, **others: Any,
+) -> Gradients:  # fmt: skip
     """(dq, dk, dv, dsinks) likewise; dout and out are [T, H, Dv]."""
     wide, wide_v = head_dims
-    dq, dk, dv, dsinks = implementation(
-        _padded(dout, wide_v), _padded(q, wide), _padded(k, wide), _padded(v, wide_v), _padded(out, wide_v), *others
-    )
+    of_values = {"dout": _padded(dout, wide_v), "v": _padded(v, wide_v), "out": _padded(out, wide_v)}
+    dq, dk, dv, dsinks = implementation(q=_padded(q, wide), k=_padded(k, wide), **of_values, **others)
     return _cut(dq, q.shape[2]), _cut(dk, k.shape[2]), _cut(dv, v.shape[2]), dsinks

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from dualkv.arrays import IntArray
-from dualkv.ops.window import Window
+from dualkv.ops.features import NONE, Features, Window
 from dualkv.segments import Segments
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -100,9 +100,10 @@ def _without_autocast(function: Function) -> Function:
     """Turn autocast off: it stays on inside an op's implementation, and would round the fp32 products here."""
 
     @wraps(function)
-    def run(first: torch.Tensor, *args: Any) -> Any:
+    def run(*args: Any, **named: Any) -> Any:
+        first = next(x for x in (*args, *named.values()) if isinstance(x, torch.Tensor))
         with torch.autocast(first.device.type, enabled=False):
-            return function(first, *args)
+            return function(*args, **named)
 
     return cast(Function, run)
 
@@ -116,11 +117,11 @@ def _without_nan_from_others(function: Function) -> Function:
     """
 
     @wraps(function)
-    def run(*args: Any) -> Any:
-        results = function(*args)
+    def run(*args: Any, **named: Any) -> Any:
+        results = function(*args, **named)
         if results[0].device.type != "cpu" or all(x.isfinite().all() for x in results):
             return results
-        return function(*args, by_segment=True)
+        return function(*args, **named, by_segment=True)
 
     return cast(Function, run)
 
@@ -168,25 +169,23 @@ def forward(
     k: torch.Tensor,
     v: torch.Tensor,
     segments: Segments,
-    scale: float,
-    window: Window | None = None,
-    sinks: torch.Tensor | None = None,
-    softcap: float | None = None,
+    softmax_scale: float,
+    features: Features = NONE,
     by_segment: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> out [T, H, Dv] in q's dtype, lse [H, T] (natural log) in fp32, or fp64 for fp64 inputs; sinks [H] in the dtype
     of lse."""
     total, heads, _ = q.shape
-    kv_heads, acc = k.shape[1], _accumulate_dtype(q.dtype)
+    kv_heads, acc, window = k.shape[1], _accumulate_dtype(q.dtype), features.reach
     out = torch.empty(total, heads, v.shape[2], dtype=q.dtype, device=q.device)
     lse = torch.empty(heads, total, dtype=acc, device=q.device)
     for chunk in chunks(segments, q.device, by_segment, window, 1 if by_segment and window else CHUNK):
         here = slice(chunk.begin, chunk.end)
         key, value = (x[chunk.keys].to(acc).transpose(0, 1) for x in (k, v))
-        scores, _ = _scores(_heads_first(q[here], kv_heads, acc), key, chunk, scale, softcap)
+        scores, _ = _scores(_heads_first(q[here], kv_heads, acc), key, chunk, softmax_scale, features.softcap)
         row_lse = torch.logsumexp(scores, -1, keepdim=True)
-        if sinks is not None:
-            row_lse = torch.logaddexp(row_lse, _by_row(sinks, kv_heads, chunk))
+        if features.sinks is not None:
+            row_lse = torch.logaddexp(row_lse, _by_row(features.sinks, kv_heads, chunk))
         probs = scores.sub_(row_lse).exp_()
         out[here] = _rows_first(torch.matmul(probs, value), heads).to(q.dtype)
         lse[:, here] = row_lse.view(heads, -1)
@@ -203,11 +202,11 @@ def backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     segments: Segments,
-    scale: float,
-    window: Window | None = None,
-    sinks: torch.Tensor | None = None,
-    softcap: float | None = None,
+    softmax_scale: float,
+    features: Features = NONE,
     dlse: torch.Tensor | None = None,
+    deterministic: bool = False,
+    gradients: str = "qkv",
     by_segment: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> dq [T, H, D], dk [T, Hk, D] and dv [T, Hk, Dv], in the dtypes of q, k, v, dsinks [H] (without sinks [0]) in
@@ -219,6 +218,7 @@ def backward(
     dsink = -sum(exp(sink - lse) * delta).
     """
     heads, kv_heads, acc = q.shape[1], k.shape[1], _accumulate_dtype(q.dtype)
+    window, sinks = features.reach, features.sinks
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.zeros(x.shape, dtype=acc, device=x.device) for x in (k, v))
     dsinks = torch.zeros(0 if sinks is None else heads, dtype=acc, device=q.device)
@@ -226,7 +226,7 @@ def backward(
         here = slice(chunk.begin, chunk.end)
         key, value = (x[chunk.keys].to(acc).transpose(0, 1) for x in (k, v))
         query, grad, result = (_heads_first(x[here], kv_heads, acc) for x in (q, dout, out))
-        probs, slope = _scores(query, key, chunk, scale, softcap)
+        probs, slope = _scores(query, key, chunk, softmax_scale, features.softcap)
         row_lse = lse[:, here].to(acc).reshape(kv_heads, -1, 1)
         probs.sub_(row_lse).exp_()
         dv.index_add_(0, chunk.keys, torch.matmul(probs.transpose(1, 2), grad).transpose(0, 1))
@@ -235,7 +235,7 @@ def backward(
             delta -= dlse[:, here].to(acc).reshape(kv_heads, -1, 1)
         if sinks is not None:
             dsinks -= ((_by_row(sinks, kv_heads, chunk) - row_lse).exp() * delta).view(heads, -1).sum(1)
-        dscores = torch.matmul(grad, value.transpose(1, 2)).sub_(delta).mul_(probs).mul_(scale)
+        dscores = torch.matmul(grad, value.transpose(1, 2)).sub_(delta).mul_(probs).mul_(softmax_scale)
         if slope is not None:
             dscores.mul_(slope)
         dq[here] = _rows_first(torch.matmul(dscores, key), heads).to(q.dtype)

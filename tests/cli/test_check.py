@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import types
+from dataclasses import replace
 
 import torch
 
@@ -20,35 +21,35 @@ def test_the_check_finds_what_is_wrong(monkeypatch):
     reference = backends.BACKENDS["reference"]
 
     def with_scale(factor):
-        def forward(q, k, v, segments, scale, *others):
-            return reference.module.forward(q, k, v, segments, scale * factor, *others)
+        def forward(softmax_scale, **call):
+            return reference.module.forward(softmax_scale=softmax_scale * factor, **call)
 
-        return reference._replace(module=types.SimpleNamespace(forward=forward, backward=reference.module.backward))
+        return replace(reference, module=types.SimpleNamespace(forward=forward, backward=reference.module.backward))
 
     def with_gradients(change):
-        def backward(*given):
-            found = list(reference.module.backward(*given))
+        def backward(**call):
+            found = list(reference.module.backward(**call))
             change(found)
             return tuple(found)
 
-        return reference._replace(module=types.SimpleNamespace(forward=reference.module.forward, backward=backward))
+        return replace(reference, module=types.SimpleNamespace(forward=reference.module.forward, backward=backward))
 
     def not_finite(which):
         return with_gradients(lambda found: found[which].view(-1)[-1:].fill_(float("nan")))
 
     def without_dlse():
-        def backward(*given):
-            return reference.module.backward(*given[:-1], None)
+        def backward(dlse, **call):
+            return reference.module.backward(dlse=None, **call)
 
-        return reference._replace(module=types.SimpleNamespace(forward=reference.module.forward, backward=backward))
+        return replace(reference, module=types.SimpleNamespace(forward=reference.module.forward, backward=backward))
 
     count, every = itertools.count(1), {"sinks": True, "lse": True, "deterministic": True}
     case = check.Case("a case", Layout.from_lengths([20], [[5, 6]]), (4, 2, 16, 24), every, torch.bfloat16)
-    broken = types.SimpleNamespace(forward=lambda *given: 1 / 0, backward=None)
-    named = {"right": with_scale(1), "wrong": with_scale(2), "broken": reference._replace(module=broken),
-             "refusing": reference._replace(unsupported=lambda *given: "this test"),
+    broken = types.SimpleNamespace(forward=lambda **call: 1 / 0, backward=None)
+    named = {"right": with_scale(1), "wrong": with_scale(2), "broken": replace(reference, module=broken),
+             "refusing": replace(reference, refuses=lambda *given: "this test"),
              "without dlse": without_dlse(),
-             "refusing dlse": reference._replace(unsupported=lambda *given: "dlse" if given[3] is not None else None),
+             "refusing dlse": replace(reference, refuses=lambda q, v, dlse: "dlse" if dlse is not None else None),
              **{f"NaN in d{name}": not_finite(which) for which, name in enumerate(("q", "k", "v", "sinks"))},
              "others every time": with_gradients(lambda found: found[0].mul_(1 + next(count) / 256))}  # fmt: skip
     for name, backend in named.items():

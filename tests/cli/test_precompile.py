@@ -296,15 +296,15 @@ def test_requests():
     assert requested(["gpt-oss-20b"], deterministic=True) == list(
         dict.fromkeys(
             [
-                forward_spec("bf16", 64, 8, features="sinks"),
+                forward_spec("bf16", 64, 8, features=("sinks",)),
                 *(x for fixed in (False, True) for x in of_both_kinds(64, fixed, sinks)),
-                forward_spec("bf16", 64, 8, trees=True, features="window+sinks"),
+                forward_spec("bf16", 64, 8, trees=True, features=("window", "sinks")),
                 *(x for fixed in (False, True) for x in of_both_kinds(64, fixed, window)),
             ]
         )
     ), "without the window too, for full layers and for paths that the window does not cut"
     assert requested(head_dims=[64], gqa=[8], directions=["forward"], features=window) == [
-        forward_spec("bf16", 64, 8, trees=True, features="window+sinks")
+        forward_spec("bf16", 64, 8, trees=True, features=("window", "sinks"))
     ]
     with pytest.raises(ValueError, match=r"head_dims is \[64\] and gqa is \[\], expected both or neither"):
         requested(head_dims=[64])
@@ -353,8 +353,8 @@ def test_the_command_compiles_once_and_checks(run, tmp_path, monkeypatch):
     [
         *[s for s in table() if s.head_dim == 96 and s.dtype == "fp16"][::4],
         forward_spec("fp16", 96, 7, trees=True),
-        forward_spec("fp16", 96, 7, features="sinks+softcap"),
-        forward_spec("fp16", 96, 7, True, features="window"),
+        forward_spec("fp16", 96, 7, features=("sinks", "softcap")),
+        forward_spec("fp16", 96, 7, True, features=("window",)),
         *backward_specs("fp16", 96, features=("window", "sinks", "softcap", "dlse")).present,
     ],
     ids=str,

@@ -41,7 +41,7 @@ FEATURED = [s for s in feature_table() if s.head_dim in (64, 256) and not getatt
 
 def more(one, other):
     """Whether a kernel has the features of another one of its operation and head dim, and more."""
-    features = (set(spec.features.split("+")) for spec in (other, one))
+    features = (set(spec.features) for spec in (other, one))
     return (one.operation, one.head_dim) == (other.operation, other.head_dim) and set.__lt__(*features)
 
 
@@ -74,7 +74,7 @@ KINDS = SAMPLE | {
     forward_spec("bf16", 512, 4),
     *(s for s in MOST if s.operation == "fwd_paths" and s.head_dim == 256 and s.tile.cluster == 1),
     *(s for s in MOST if s.operation == "bwd" and s.head_dim == 256),
-    *(s for s in MOST if s.operation == "bwd_preprocess" and s.features == "sinks"),
+    *(s for s in MOST if s.operation == "bwd_preprocess" and s.features == ("sinks",)),
     backward_specs("bf16", 128, deterministic=True).main,
     backward_specs("bf16", 128, few_keys=True).main,
     backward_specs("bf16", 128, gradients="q").main,

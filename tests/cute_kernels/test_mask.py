@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from dualkv.layout import Layout
+from dualkv.ops.features import Window
 from dualkv.ops.plan.forward import forward_work, segment_begin
 from dualkv.ops.plan.paths import first_keys, path_work
-from dualkv.ops.window import Window
 from dualkv.segments import segments_of
 from tests.protocol import sources
 from tests.protocol.lanes import Now

@@ -17,6 +17,7 @@ import dualkv
 from codegen.tiles import HEAD_DIMS, MIXED, SHORT_WINDOW, kernel_head_dims
 from dualkv import Layout
 from dualkv.ops import backends, hopper
+from dualkv.ops.features import Features
 from tests.fuzz import dense
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -272,7 +273,9 @@ def here(case):
     if case.backend is None or (case.device == "cuda" and not torch.cuda.is_available()):
         return replace(case, backend=None)
     q, v, dlse = (torch.empty(1, 1, d, dtype=DTYPES[case.dtype], device=case.device) for d in (*case.head_dims, 1))
-    reason = backends.BACKENDS[case.backend].unsupported(q, v, case.softcap, dlse if case.lse_grad else None)
+    reason = backends.BACKENDS[case.backend].unsupported(
+        q, v, Features(softcap=case.softcap), dlse if case.lse_grad else None
+    )
     return replace(case, backend=None) if reason else case
 
 

@@ -102,8 +102,8 @@ def test_one_wrong_element_is_seen_reduced_and_saved(name, monkeypatch, tmp_path
     function, which, damage = WRONG[name]
     right = getattr(reference, function)
 
-    def damaged(*arguments):
-        results = right(*arguments)
+    def damaged(**call):
+        results = right(**call)
         if len(results[which]) > (0 if which == 3 else 6):
             damage(results[which])
         return results
@@ -125,7 +125,7 @@ def test_one_wrong_element_is_seen_reduced_and_saved(name, monkeypatch, tmp_path
 
 
 def test_what_raises_is_a_failure_too(monkeypatch, tmp_path, capsys):
-    def broken(*arguments):
+    def broken(**call):
         raise RuntimeError("no such luck\nand more")
 
     monkeypatch.setattr(reference, "backward", broken)
@@ -300,7 +300,7 @@ def test_some_calls_are_drawn_for_cudnn(monkeypatch):
 def by_stand_in(monkeypatch, backward, refuses=None):
     """The CPU's cases all ask for cuDNN's backend, which is the reference's with another backward."""
     module = types.SimpleNamespace(forward=reference.forward, backward=backward)
-    found = backends.BACKENDS["reference"]._replace(module=module, unsupported=lambda *given: refuses)
+    found = replace(backends.BACKENDS["reference"], module=module, refuses=lambda *given: refuses)
     monkeypatch.setitem(backends.BACKENDS, "cudnn", found)
     monkeypatch.setattr(backends, "order", lambda device: ("reference",))  # where none is asked for
     drawn = seeded
@@ -323,8 +323,8 @@ def test_calls_by_cudnn_are_counted(refuses, monkeypatch, tmp_path, capsys):
 
 
 def test_what_is_wrong_by_cudnn_alone_is_saved_with_it(monkeypatch, tmp_path, capsys):
-    def damaged(*arguments):
-        results = reference.backward(*arguments)
+    def damaged(**call):
+        results = reference.backward(**call)
         results[0][5:6].mul_(1.1)
         return results
 

@@ -57,7 +57,7 @@ SLACK = 3.0
 def served(name: str) -> str:
     """The backend's name; skips where it does not run."""
     q = torch.empty(1, 1, 8, device="cuda", dtype=torch.bfloat16)
-    reason = backends.BACKENDS[name].unsupported(q, q, None, None)
+    reason = backends.BACKENDS[name].unsupported(q, q)
     if reason:
         pytest.skip(f"{name} does not serve {reason}")
     return name

@@ -56,7 +56,9 @@ def run(q, k, v, dout, out, lse, layout, deterministic=False, gradients="qkv", s
     try:
         assert torch.empty(1, device="cuda").isnan()
         scale = scale or q.shape[2] ** -0.5
-        return hopper.backward(dout, q, k, v, out, lse, layout._segments, scale, deterministic, gradients)[:3]
+        return hopper.backward(
+            dout, q, k, v, out, lse, layout._segments, scale, deterministic=deterministic, gradients=gradients
+        )[:3]
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
@@ -250,10 +252,10 @@ def test_more_than_2_to_the_28_rows():
     q, k, v, dout = inputs(many, 1, 1, head_dim)
     out, lse = torch.randn_like(q), torch.full((1, many.num_tokens), 9.0, device="cuda")
     scale = head_dim**-0.5
-    got = hopper.backward(dout, q, k, v, out, lse, many._segments, scale, False, "kv")
+    got = hopper.backward(dout, q, k, v, out, lse, many._segments, scale, gradients="kv")
     last = slice(many.num_tokens - alone.num_tokens, None)
     ends = [x[last] for x in (dout, q, k, v, out)]
-    want = hopper.backward(*ends, lse[:, last], alone._segments, scale, False, "kv")
+    want = hopper.backward(*ends, lse[:, last], alone._segments, scale, gradients="kv")
     for a, b in zip(got[1:3], want[1:3], strict=True):
         assert (a[last].float() - b.float()).norm() < 1e-3 * b.float().norm()
 
@@ -301,7 +303,7 @@ def test_a_fixed_order_while_other_work_holds_the_device(head_dim):
     out, lse = hopper.forward(q, k, v, layout._segments, head_dim**-0.5)
 
     def backward():
-        return hopper.backward(dout, q, k, v, out, lse, layout._segments, head_dim**-0.5, True)
+        return hopper.backward(dout, q, k, v, out, lse, layout._segments, head_dim**-0.5, deterministic=True)
 
     want = backward()
     a = torch.randn(8192, 8192, device="cuda")  # a product in fp32 takes some 20 ms

@@ -10,7 +10,7 @@ import torch
 import dualkv
 from dualkv import Layout
 from dualkv.ops import backends, composition, reference
-from dualkv.ops.window import Window
+from dualkv.ops.features import Features
 from tests import oracle
 
 pytestmark = pytest.mark.any_gpu
@@ -66,7 +66,7 @@ def test_more_than_2_to_the_31_elements():
     def run(rows, layout):
         call = [x[rows] for x in (q, k, v)]
         out, lse = composition.forward(*call, layout._segments, 0.1)
-        return out, *composition.backward(dout[rows], *call, out, lse, layout._segments, 0.1, False)[:3]
+        return out, *composition.backward(dout[rows], *call, out, lse, layout._segments, 0.1)[:3]
 
     got, last = run(slice(None), many), slice(many.num_tokens - alone.num_tokens, None)
     for a, b in zip(got, run(last, alone), strict=True):
@@ -83,7 +83,8 @@ def test_composition(name, heads, dtype, deterministic):
     q, k, v, dout = inputs(layout, *heads, dtype)
     out, lse = composition.forward(q, k, v, layout._segments, scale)
     grads, again = [
-        composition.backward(dout, q, k, v, out, lse, layout._segments, scale, deterministic)[:3] for _ in range(2)
+        composition.backward(dout, q, k, v, out, lse, layout._segments, scale, deterministic=deterministic)[:3]
+        for _ in range(2)
     ]
     assert not deterministic or all(map(torch.equal, grads, again))
     want_out, want_lse, *want_grads = oracle.attention_and_grads(q, k, v, layout.offsets, layout.parent, scale, dout)
@@ -123,9 +124,9 @@ def check_features(layout, heads, features, with_dlse):
     q, k, v, dout = inputs(layout, *heads, torch.bfloat16)
     sinks = torch.randn(heads[0], device="cuda")
     dlse = torch.randn(heads[0], layout.num_tokens, device="cuda") if with_dlse else None
-    given = Window(features.get("window"), features.get("chunk")) if features else None, sinks
-    out, lse = composition.forward(q, k, v, layout._segments, scale, *given)
-    grads = composition.backward(dout, q, k, v, out, lse, layout._segments, scale, True, *given, None, dlse)
+    call = layout._segments, scale, Features(sinks=sinks, **features)
+    out, lse = composition.forward(q, k, v, *call)
+    grads = composition.backward(dout, q, k, v, out, lse, *call, dlse, deterministic=True)
     want_out, want_lse, *want_grads = oracle.attention_and_grads(
         q, k, v, layout.offsets, layout.parent, scale, dout, dlse, sinks, **features
     )  # fmt: skip
@@ -148,7 +149,7 @@ def test_tensors_that_lie_anyhow(name):
 
     def run(q, k, v, dout):
         out, lse = composition.forward(q, k, v, layout._segments, 0.125)
-        return out, lse, *composition.backward(dout, q, k, v, out, lse, layout._segments, 0.125, True)
+        return out, lse, *composition.backward(dout, q, k, v, out, lse, layout._segments, 0.125, deterministic=True)
 
     want = run(*tensors)
     shifted = [torch.empty(x.numel() + 1, device="cuda", dtype=x.dtype)[1:].view(x.shape).copy_(x) for x in tensors]

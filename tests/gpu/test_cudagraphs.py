@@ -94,7 +94,7 @@ def alternate(
 @pytest.mark.parametrize("name", ["hopper", "cudnn", "flex", "flash", "reference"])
 def test_layouts_of_one_shape_take_turns(name, gradients):
     probe = torch.empty(1, 1, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-    if (reason := backends.BACKENDS[name].unsupported(probe, probe, None, None)) is not None:
+    if (reason := backends.BACKENDS[name].unsupported(probe, probe)) is not None:
         pytest.skip(f"{name} does not serve {reason}")
     model = Blocks(name)
     table = torch.randn(320, HEADS * HEAD_DIM, device="cuda", dtype=torch.bfloat16)

@@ -24,7 +24,7 @@ def kernels(compile_all):
     specs = [forward_spec(t, d, h, few_keys=True) for t in DTYPES for d in HEAD_DIMS for h in (1, 4)]
     specs += [forward_spec("bf16", d, 8, few_keys=True) for d in HEAD_DIMS]
     specs += [forward_spec("bf16", 128, h, few_keys=True) for h in range(1, 17)]
-    specs += [forward_spec("bf16", d, 4, features="sinks", few_keys=True) for d in HEAD_DIMS]
+    specs += [forward_spec("bf16", d, 4, features=("sinks",), few_keys=True) for d in HEAD_DIMS]
     for d, of_v in PAIRS:
         ratios = [("bf16", ratio) for ratio in values.RATIOS] + [("fp16", 4)]
         specs += [forward_spec(*kind, head_dim_v=of_v, few_keys=True) for kind in [(t, d, h) for t, h in ratios]]
@@ -40,7 +40,7 @@ def few_keys(monkeypatch):
     """All layouts are taken for ones whose clusters see other keys."""
     found, made = [], hopper._kernel
 
-    def noting(dtype, head_dim, ratio, device, trees=False, features="", short=False, head_dim_v=None, few_keys=False):
+    def noting(dtype, head_dim, ratio, device, trees=False, features=(), short=False, head_dim_v=None, few_keys=False):
         spec, kernel = made(dtype, head_dim, ratio, device, trees, features, short, head_dim_v, True)
         found.append(spec)
         return spec, kernel

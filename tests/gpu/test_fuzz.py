@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from codegen.spec import backward_specs, forward_spec, joined
+from codegen.spec import backward_specs, forward_spec
 from codegen.tiles import HEAD_DIMS
 from tests.fuzz import __main__ as fuzz
 from tests.fuzz.case import (
@@ -51,7 +51,7 @@ def feature_specs():
     for ((dtype, (head_dim, of_v)), ratios), features in itertools.product(GPU_FEATURES.items(), sets):
         for trees in (False, True) if "window" not in features else (True,):
             for ratio, short, few in itertools.product(ratios, (False, True), (False, True)):
-                spec = forward_spec(dtype, head_dim, ratio, trees, joined(*features), short, of_v, few)
+                spec = forward_spec(dtype, head_dim, ratio, trees, features, short, of_v, few)
                 found[spec.symbol] = spec
         for fixed, more, few in itertools.product((False, True), ((), ("dlse",)), (False, True)):
             asked = {"features": features + more, "head_dim_v": of_v, "few_keys": few}

@@ -60,7 +60,9 @@ def test_pairs(name, pair, features, deterministic):
 @pytest.mark.parametrize("pair", [(192, 128), (64, 128)], ids=str)
 def test_the_kernel_gets_one_head_dim_and_no_more_than_it_needs(pair, monkeypatch):
     seen, real = [], hopper.forward
-    monkeypatch.setattr(hopper, "forward", lambda *given: seen.append([x.shape[2] for x in given[:3]]) or real(*given))
+    monkeypatch.setattr(
+        hopper, "forward", lambda **call: seen.append([call[x].shape[2] for x in "qkv"]) or real(**call)
+    )
     check(LAYOUTS["one group"], {}, pair[0], head_dim_v=pair[1])
     of_qk, of_v = kernel_head_dims(*pair)
     assert all(dims == ([max(pair)] * 3 if of_qk == of_v else [pair[0], pair[0], pair[1]]) for dims in seen)
@@ -90,8 +92,8 @@ def test_parts_of_the_gradients(pair, gradients):
         q, k, v, dout = not_finite.inputs(layout.to("cuda"), pair[0], 8, 1, BF16, pair[1])
         call = layout._segments, pair[0] ** -0.5
         saved = hopper.forward(q, k, v, *call)
-        whole = hopper.backward(dout, q, k, v, *saved, *call, deterministic and "q" in gradients)
-        part = hopper.backward(dout, q, k, v, *saved, *call, deterministic, gradients)
+        whole = hopper.backward(dout, q, k, v, *saved, *call, deterministic=deterministic and "q" in gradients)
+        part = hopper.backward(dout, q, k, v, *saved, *call, deterministic=deterministic, gradients=gradients)
         assert_parts(part, whole, gradients, deterministic)
 
 

@@ -22,7 +22,7 @@ def inputs(layout: Layout) -> list[torch.Tensor]:
 
 def skip_unless_served(name: str) -> None:
     probe = torch.empty(1, 1, 128, device="cuda", dtype=torch.bfloat16)
-    if (reason := backends.BACKENDS[name].unsupported(probe, probe, None, None)) is not None:
+    if (reason := backends.BACKENDS[name].unsupported(probe, probe)) is not None:
         pytest.skip(f"{name} does not serve {reason}")
 
 

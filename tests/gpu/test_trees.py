@@ -194,7 +194,7 @@ def test_orders_and_tiles_of_a_large_tree_agree(monkeypatch, head_dim):
             layout.offsets.tolist(), layout.parent.tolist(), device="cuda"
         )  # its plans are made anew
         out, lse = dualkv.attention(q, k, v, fresh, return_lse=True)
-        got = hopper.backward(dout, q, k, v, out, lse, fresh._segments, head_dim**-0.5, False)[:3]
+        got = hopper.backward(dout, q, k, v, out, lse, fresh._segments, head_dim**-0.5)[:3]
         tiles.add(hopper.few_keys_backward(fresh._segments, 8, None))
         first = first or got
         for x, y in zip(got, first, strict=True):

@@ -37,7 +37,8 @@ def caller(words: str) -> Callable[[], list[torch.Tensor]]:
 
     def call() -> list[torch.Tensor]:
         saved = hopper.forward(q, k, v, layout._segments, head_dim**-0.5)
-        return [*saved, *hopper.backward(dout, q, k, v, *saved, layout._segments, head_dim**-0.5, True)[:3]]
+        call = layout._segments, head_dim**-0.5
+        return [*saved, *hopper.backward(dout, q, k, v, *saved, *call, deterministic=True)[:3]]
 
     return call
 

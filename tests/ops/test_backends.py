@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 import types
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from codegen import packages, surface
 from dualkv import Layout
 from dualkv.cli import doctor
 from dualkv.ops import backends, compiling, cudnn, flex, hopper
-from tests import oracle, strategies
+from dualkv.ops.features import Features
+from tests import oracle
 
 TREE = Layout.from_segments([0, 30, 55, 55, 90, 101, 140], [-1, 0, 1, 2, 0, -1])
 GROUP = Layout.from_lengths([200], [[70, 0, 50]])
@@ -61,12 +63,11 @@ def drawn(layout, features, head_dim_v=16):
 
 def against_the_oracle(module, layout, features, head_dim_v=16, deterministic=False):
     q, k, v, dout, sinks, dlse = drawn(layout, features, head_dim_v)
-    window = strategies.window_of({n: x for n, x in features.items() if n in ("window", "chunk")})
-    given = window, sinks, features.get("softcap")
-    with torch._C._AutoDispatchBelowAutograd():  # as within the ops
-        out, lse = module.forward(q, k, v, layout._segments, 0.3, *given)
-        grads = module.backward(dout, q, k, v, out, lse, layout._segments, 0.3, deterministic, *given, dlse)
     asked = {name: x for name, x in features.items() if name in ("window", "chunk", "softcap")}
+    call = layout._segments, 0.3, Features(sinks=sinks, **asked)
+    with torch._C._AutoDispatchBelowAutograd():  # as within the ops
+        out, lse = module.forward(q, k, v, *call)
+        grads = module.backward(dout, q, k, v, out, lse, *call, dlse, deterministic)
     want = oracle.attention_and_grads(q, k, v, layout.offsets, layout.parent, 0.3, dout, dlse, sinks, **asked)
     assert grads[3].shape == ((0,) if sinks is None else (4,))
     for name, a, b in zip(("out", "lse", "dq", "dk", "dv", "dsinks"), (out, lse, *grads), want, strict=False):
@@ -359,7 +360,7 @@ def test_the_first_that_serves(gpu, monkeypatch):
     def first(*given, softcap=None, dlse=None, head_dim=256, rows=5, **settings):
         q = gpu(*given, **settings)
         q.shape = (rows, 4, head_dim)
-        return backends.first(q, q, softcap, dlse)[0]
+        return backends.first(q, q, Features(softcap=softcap), dlse)[0]
 
     assert first((9, 0)) == first((9, 0), head_dim=512) == "hopper"
     assert first((10, 0)) == first((10, 3)) == "cudnn"
@@ -385,7 +386,7 @@ def test_what_is_not_compiled_falls_to_the_next(compiler, monkeypatch):
     q, k, v, dout, _, _ = drawn(GROUP, {})
     want = dualkv.attention(q.requires_grad_(), k, v, GROUP, backend="reference")
     (dq,) = torch.autograd.grad(want, q, dout)
-    flexible = backends.BACKENDS["flex"]._replace(unsupported=lambda *call: None)
+    flexible = replace(backends.BACKENDS["flex"], refuses=lambda *call: None)
     monkeypatch.setattr(backends, "BACKENDS", backends.BACKENDS | {"flex": flexible})
     monkeypatch.setattr(backends, "warn_once", lambda text: warned.append(text))
 
@@ -459,10 +460,10 @@ def test_memory_that_ends_while_cudnn_compiles_is_no_refusal(monkeypatch):
 def test_the_next_of_flex_is_flash(compiler, monkeypatch):
     compiler(fails_to_compile)
     q, k, v, *_ = drawn(GROUP, {})
-    served = {"unsupported": lambda *call: None}
+    served = {"refuses": lambda *call: None}
     others = {
-        "flex": backends.BACKENDS["flex"]._replace(**served),
-        "flash": backends.BACKENDS["reference"]._replace(**served, what="the merged calls"),
+        "flex": replace(backends.BACKENDS["flex"], **served),
+        "flash": replace(backends.BACKENDS["reference"], **served, what="the merged calls"),
     }
     monkeypatch.setattr(backends, "BACKENDS", backends.BACKENDS | others)
     monkeypatch.setattr(backends, "order", lambda device: ("flex", "flash", "reference"))
@@ -513,7 +514,7 @@ def test_by_hand(gpu, monkeypatch):
     q = gpu((9, 0))
 
     def chosen(backend=None, softcap=None):
-        return backends.choose(q, q, softcap, None, backend)
+        return backends.choose(q, q, Features(softcap=softcap), None, backend)
 
     for name, found in backends.BACKENDS.items():
         assert chosen(name) is found
@@ -526,7 +527,7 @@ def test_by_hand(gpu, monkeypatch):
     with pytest.raises(ValueError, match="backend is 'flash', which does not serve softcap"):
         chosen("flash", 3.0)
     narrow = types.SimpleNamespace(**vars(q) | {"shape": (5, 4, 128)})
-    assert backends.choose(q, narrow, None, None, "cudnn") is backends.BACKENDS["cudnn"]  # padded to 256/256
+    assert backends.choose(q, narrow, Features(), None, "cudnn") is backends.BACKENDS["cudnn"]  # padded to 256/256
     for shapes, words in {
         ((4, 192), (2, 128)): "grouped queries with values of another head dim",
         ((4, 40), (2, 24)): "grouped queries with values of another head dim",
@@ -537,7 +538,7 @@ def test_by_hand(gpu, monkeypatch):
     }.items():
         of = [types.SimpleNamespace(**vars(q) | {"shape": (5, *shape)}) for shape in shapes]
         assert cudnn.unsupported(*of) == (words and f"{words} on compute capability 9.0")
-    assert backends.choose(gpu((10, 0)), narrow, None, None, "cudnn") is backends.BACKENDS["cudnn"]
+    assert backends.choose(gpu((10, 0)), narrow, Features(), None, "cudnn") is backends.BACKENDS["cudnn"]
     q = gpu((9, 0))
     monkeypatch.setenv("DUALKV_BACKEND", "fa2")
     with pytest.raises(

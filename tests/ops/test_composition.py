@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dualkv import Layout
-from dualkv.ops import composition
-from dualkv.ops.window import Window
+from dualkv.ops import backends, composition
+from dualkv.ops.features import Features, Window
 from tests import oracle, strategies
 
 CPU = torch.device("cpu")
@@ -145,14 +145,14 @@ def test_parts_merge_to_the_whole(tree, window, with_sinks, dlse_size, levels, c
     )
     dout *= dlse_size or 1
     expected = oracle.attention_and_grads(q, k, v, *tree, 0.3, dout, dlse, sinks, **window)
-    features = strategies.window_of(window), sinks
+    call = segments, 0.3, Features(sinks=sinks, **window)
     with pytest.MonkeyPatch.context() as patch:
         choose(patch, levels, copied)
         slices = partial(composition.head_slices, floats=(composition.ELEMENTS - 1) // heads)
         patch.setattr(composition, "head_slices", lambda h, kv_heads, floats: slices(h, kv_heads))
         patch.setattr(composition, "aten", DENSE)
-        out, lse = composition.forward(q, k, v, segments, 0.3, *features)
-        *grads, dsinks = composition.backward(dout, q, k, v, out, lse, segments, 0.3, True, *features, None, dlse)
+        out, lse = composition.forward(q, k, v, *call)
+        *grads, dsinks = composition.backward(dout, q, k, v, out, lse, *call, dlse, deterministic=True)
     assert not torch.are_deterministic_algorithms_enabled()
     assert with_sinks or dsinks.shape == (0,)
     for i, (got, want) in enumerate(zip((out, lse, *grads, *[dsinks] * with_sinks), expected, strict=True)):
@@ -178,7 +178,7 @@ def test_the_switch_is_strict_for_the_backward(deterministic, before, monkeypatc
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
     try:
         out, lse = composition.forward(q, k, v, layout._segments, 0.3)
-        composition.backward(q, q, k, v, out, lse, layout._segments, 0.3, deterministic)
+        composition.backward(q, q, k, v, out, lse, layout._segments, 0.3, deterministic=deterministic)
         assert (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -188,11 +188,12 @@ def test_the_switch_is_strict_for_the_backward(deterministic, before, monkeypatc
     assert set(seen) == {(True, False) if deterministic else before}
 
 
-def test_a_cap_goes_to_the_reference(monkeypatch):
+def test_a_cap_goes_to_another_backend(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    q = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda"))
-    assert composition.unsupported(q) is None
-    assert composition.unsupported(q, 50.0) == "softcap"
+    q = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda"), shape=(5, 4, 64))
+    flash = backends.BACKENDS["flash"]
+    assert flash.unsupported(q, q) is None
+    assert flash.unsupported(q, q, Features(softcap=50.0)) == "softcap"
 
 
 def test_many_short_pieces_are_several_calls():
@@ -234,10 +235,9 @@ def test_sums_in_16_bits_are_rounded_once(window, levels, copied, with_dlse, mon
         found = []
         monkeypatch.setattr(composition, "aten", in_16_bits(found))
         given = [x.bfloat16().to(dtype) for x in (q, k, v)]
-        out, lse = composition.forward(*given, segments, 0.3, window)
-        got = composition.backward(
-            dout.bfloat16().to(dtype), *given, out, lse, segments, 0.3, False, window, dlse=dlse
-        )[:3]
+        call = segments, 0.3, Features(window and window.size, window and window.chunk)
+        out, lse = composition.forward(*given, *call)
+        got = composition.backward(dout.bfloat16().to(dtype), *given, out, lse, *call, dlse)[:3]
         if dtype == torch.float64:
             expected = got
     for grad, want in zip(got, expected, strict=True):

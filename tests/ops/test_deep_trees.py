@@ -80,7 +80,7 @@ def test_the_composition_is_right(monkeypatch: pytest.MonkeyPatch):
     q, k, v, dout = inputs(layout, torch.float32)
     monkeypatch.setattr(composition, "aten", DENSE)
     out, lse = composition.forward(q, k, v, layout._segments, 0.3)
-    *grads, _ = composition.backward(dout, q, k, v, out, lse, layout._segments, 0.3, True)
+    *grads, _ = composition.backward(dout, q, k, v, out, lse, layout._segments, 0.3, deterministic=True)
     for got, expected in zip((out, lse, *grads), of_paths(layout, q, k, v, dout, 0.3), strict=True):
         assert (got - expected).abs().max() <= 3e-5 * max(1.0, expected.abs().max().item())
 

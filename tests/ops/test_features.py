@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import dualkv
 from dualkv import Layout
 from dualkv.ops import reference
-from dualkv.ops.window import Window
+from dualkv.ops.features import Window
 from tests import strategies
 from tests.dispatched import Dispatched
 from tests.ops.test_attention import BOUND, check, qkv
@@ -105,7 +105,7 @@ def test_windows_cost_their_keys():
 
 def test_a_window_that_hides_nothing_is_none(monkeypatch):
     seen, real = [], reference.forward
-    monkeypatch.setattr(reference, "forward", lambda *a: seen.append(a[5]) or real(*a))
+    monkeypatch.setattr(reference, "forward", lambda **call: seen.append(call["features"].reach) or real(**call))
     q, k, v = qkv(TREE)
     for features in ({"window": 8}, {"window": 9}, {"chunk": 9}, {"window": 2**62}, {"chunk": 8}):
         dualkv.attention(q, k, v, TREE, **features)
@@ -117,9 +117,9 @@ def test_backwards_get_what_is_asked(monkeypatch):
     """A gradient of lse where there is one; of q, k and v those that are needed, dq at least."""
     calls, real = [], reference.backward
 
-    def backward(*arguments):
-        calls.append((arguments[0].any().item(), arguments[11] is not None))
-        return real(*arguments)
+    def backward(**call):
+        calls.append((call["dout"].any().item(), call["dlse"] is not None))
+        return real(**call)
 
     monkeypatch.setattr(reference, "backward", backward)
     q, k, v = qkv(LAYOUT)

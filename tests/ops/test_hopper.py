@@ -16,11 +16,11 @@ from codegen.tiles import FEW_KEYS_COST, FEW_KEYS_ROWS, FEW_KEYS_WALK, forward_t
 from cute_kernels.abi import LOCKS, STAT_COLUMNS, BackwardFields
 from cute_kernels.abi import ForwardFields as items
 from dualkv import Layout
-from dualkv.ops import dispatch, hopper
+from dualkv.ops import dispatch, hopper, tensors
+from dualkv.ops.features import Features, Window
 from dualkv.ops.plan import backward as plan_backward
 from dualkv.ops.plan import forward as plan_forward
 from dualkv.ops.plan import paths as plan_paths
-from dualkv.ops.window import Window
 from dualkv.segments import segments_of
 from tests.strategies import binary_tree
 
@@ -60,7 +60,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(hopper, "_upload", lambda array, device: torch.from_numpy(array))
     monkeypatch.setattr(hopper, "_refuse_capture", lambda device, lacking: None)
     monkeypatch.setattr(hopper, "_num_sms", lambda device: 132)
-    monkeypatch.setattr(hopper.Plan, "use", lambda self, device: None)
+    monkeypatch.setattr(tensors.Plan, "use", lambda self, device: None)
     loaders = hopper._kernel, hopper._backward_kernels
     for loader in loaders:
         loader.cache_clear()
@@ -79,7 +79,7 @@ def test_each_device_has_its_own_plan_of_a_layout(launches, monkeypatch):
             launches.clear()
             there = [x.to(device) for x in (dout, q, k, v, out, lse)]
             made = hopper.forward(*there[1:4], segments(layout), 0.125)
-            made += hopper.backward(*there, segments(layout), 0.125, False)
+            made += hopper.backward(*there, segments(layout), 0.125)
             assert {x.device.type for x in made} == {device}
             handed = [x for _, arguments in launches for x in arguments if isinstance(x, torch.Tensor)]
             assert len(handed) > 15
@@ -119,7 +119,9 @@ def test_the_backward_hands_its_kernels_whole_workspaces(launches, lens, determi
         tile, native = specs.main.tile, specs.main.head_dim
         inputs = random_backward(tokens, heads, kv_heads, head_dim, head_dim_v=head_dim_v)
         launches.clear()
-        dq, dk, dv, _ = hopper.backward(*inputs, segments(layout), 0.125, deterministic, gradients)
+        dq, dk, dv, _ = hopper.backward(
+            *inputs, segments(layout), 0.125, deterministic=deterministic, gradients=gradients
+        )
         plan = plan_backward.backward_work(segments(layout), tile, heads, kv_heads, 132, tile.deterministic)
         assert [spec for spec, _ in launches] == [
             spec for spec in specs.present if spec.operation != "bwd_sum" or plan.num_partials
@@ -160,23 +162,23 @@ def test_the_backward_hands_its_kernels_whole_workspaces(launches, lens, determi
 
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_the_backward_hands_its_kernels_the_arguments_of_features(launches, head_dim):
-    layout, window = Layout.from_lengths([300], [[77, 200]]), Window(40)
+    layout = Layout.from_lengths([300], [[77, 200]])
     tokens, seg = layout.num_tokens, segments(layout)
     inputs, sinks, by_row = random_backward(tokens, 4, 2, head_dim), torch.randn(4), torch.randn(tokens, 4)
     tile = backward_specs("bf16", head_dim, features=("window", "softcap")).main.tile
     blocks = -(-tokens // tile.tile_m)
-    *_, dsinks = hopper.backward(*inputs, seg, 0.125, False, "qkv", window, sinks, 30.0, by_row.t())
+    *_, dsinks = hopper.backward(*inputs, seg, 0.125, Features(40, None, sinks, 30.0), by_row.t())
     called = {spec.operation: (spec.features, arguments) for spec, arguments in launches}
     features, arguments = called["bwd_preprocess"]
-    assert features == "sinks+dlse"
+    assert features == ("sinks", "dlse")
     assert len(arguments) == 10
-    assert torch.equal(arguments[7], by_row.t())
-    assert arguments[7].is_contiguous()
-    assert arguments[8] is sinks
-    assert arguments[9].shape == (4, blocks)
+    assert arguments[7] is sinks
+    assert arguments[8].shape == (4, blocks)
+    assert torch.equal(arguments[9], by_row.t())
+    assert arguments[9].is_contiguous()
     assert dsinks.shape == (4,)
     features, arguments = called["bwd"]
-    assert features == "window+softcap"
+    assert features == ("window", "softcap")
     table, position, end_position, softcap = arguments[13:]
     assert arguments[10][:, BackwardFields.BLOCK_END].max() == len(table)
     assert position.shape == (blocks * tile.tile_m,)
@@ -184,8 +186,8 @@ def test_the_backward_hands_its_kernels_the_arguments_of_features(launches, head
     assert (end_position <= position[:tokens] + 40).all()
     assert softcap == 30.0
     launches.clear()
-    hopper.backward(*inputs, seg, 0.125, False, softcap=30.0)
-    assert launches[1][1][13:] == (None, None, None, 30.0)
+    hopper.backward(*inputs, seg, 0.125, Features(softcap=30.0))
+    assert launches[1][1][13:] == (30.0,)
     assert len(launches[0][1]) == 7
 
 
@@ -244,7 +246,7 @@ def test_the_backward_of_few_keys_has_a_tile_of_its_own(launches, monkeypatch, h
         seg = segments(layout)
         launches.clear()
         inputs = random_backward(layout.num_tokens, 34, 2, head_dim)
-        hopper.backward(*inputs, seg, 0.1, deterministic, gradients)
+        hopper.backward(*inputs, seg, 0.1, deterministic=deterministic, gradients=gradients)
         specs = backward_specs("bf16", head_dim, deterministic, gradients, few_keys=few)
         tile = specs.main.tile
         made = plan_backward.backward_work(seg, tile, 34, 2, 132, tile.deterministic)
@@ -263,10 +265,10 @@ def test_windows_and_softcapping_keep_their_tile_where_rows_see_few_keys(launche
     monkeypatch.setattr(hopper, "FEW_KEYS_ROWS", 0)
     layout = Layout.from_lengths([300], [[77, 200]])
     inputs = random_backward(layout.num_tokens, 4, 2, 128)
-    for features, window, softcap in ((("window",), Window(40), None), (("softcap",), None, 30.0)):
+    for features in (Features(window=40), Features(softcap=30.0)):
         launches.clear()
-        hopper.backward(*inputs, segments(layout), 0.1, False, window=window, softcap=softcap)
-        assert launches[1][0] == backward_specs("bf16", 128, features=features).main
+        hopper.backward(*inputs, segments(layout), 0.1, features)
+        assert launches[1][0] == backward_specs("bf16", 128, features=features.names).main
         assert launches[1][0].tile.cluster == 2
 
 
@@ -314,16 +316,16 @@ def test_trees_windows_and_softcapping_keep_their_forward_where_clusters_see_oth
     monkeypatch.setattr(hopper, "FEW_KEYS_ROWS", 0)
     monkeypatch.setattr(hopper, "FEW_KEYS_COST", 0)
     two, three = Layout.from_lengths([300], [[77, 200]]), Layout.from_segments([0, 300, 377, 577], [-1, 0, 1])
-    for layout, features, more in (
-        (two, (), {}),
-        (two, ("window",), {"window": Window(40)}),
-        (two, ("softcap",), {"softcap": 30.0}),
-        (three, (), {}),
+    for layout, features in (
+        (two, Features()),
+        (two, Features(window=40)),
+        (two, Features(softcap=30.0)),
+        (three, Features()),
     ):
         launches.clear()
-        hopper.forward(*random_inputs(layout.num_tokens, 4, 2, 128), segments(layout), 0.1, **more)
-        alone = layout is two and not more
-        assert launches[0][0].tile == forward_tile(128, features, few_keys=alone)
+        hopper.forward(*random_inputs(layout.num_tokens, 4, 2, 128), segments(layout), 0.1, features)
+        alone = layout is two and not features.names
+        assert launches[0][0].tile == forward_tile(128, features.names, few_keys=alone)
     assert forward_tile(128, few_keys=True) != forward_tile(128)
 
 
@@ -357,7 +359,7 @@ def test_the_backwards_plan_is_made_once_for_all_layers(launches, monkeypatch):
 
     def run(heads, kv_heads, deterministic, dtype=torch.bfloat16):
         inputs = random_backward(layout.num_tokens, heads, kv_heads, 128, dtype)
-        hopper.backward(*inputs, segments(layout), 0.1, deterministic)
+        hopper.backward(*inputs, segments(layout), 0.1, deterministic=deterministic)
 
     for _ in range(3):
         run(8, 2, False)
@@ -375,7 +377,7 @@ def test_gradients_that_the_kernels_cannot_read_are_copied(launches):
     dout, q, k, v, out, lse = random_backward(layout.num_tokens, 4, 2, 64)
     expanded = dout[:1, :1].expand_as(dout)
     lse_by_row = lse.t().contiguous().t()
-    hopper.backward(expanded, q, k, v, out, lse_by_row, segments(layout), 0.1, False)
+    hopper.backward(expanded, q, k, v, out, lse_by_row, segments(layout), 0.1)
     (_, copy, copied_lse, *_), main = (arguments for _, arguments in launches[:2])
     assert main[3] is copy
     assert copy.is_contiguous()
@@ -438,9 +440,9 @@ def test_slices_of_a_fused_projection_are_read_where_they_lie():
     parts = fused.split([8 * 64, 2 * 64, 2 * 64], dim=1)
     for part in parts:
         x = part.view(50, -1, 64)
-        assert hopper.tma_ready(x) is x
+        assert tensors.tma_ready(x) is x
     x = torch.randn(4, 50, 64).bfloat16().transpose(0, 1)
-    assert hopper.tma_ready(x) is x, "heads before tokens"
+    assert tensors.tma_ready(x) is x, "heads before tokens"
 
 
 @pytest.mark.parametrize(
@@ -455,7 +457,7 @@ def test_slices_of_a_fused_projection_are_read_where_they_lie():
     ids=["stride of 68", "base off by 2 bytes", "one head expanded", "one token expanded", "last dim strided"],
 )
 def test_what_the_copy_engine_cannot_read_is_copied(x):
-    copy = hopper.tma_ready(x)
+    copy = tensors.tma_ready(x)
     assert copy is not x
     assert copy.stride() == (x.shape[1] * 64, 64, 1)
     assert copy.data_ptr() % 16 == 0
@@ -499,7 +501,7 @@ def test_forward_tiles_are_kept_apart_by_what_their_tables_hold(launches):
     layout, window, device = Layout.from_lengths([300], [[77, 200]]), Window(40), torch.device("cpu")
     widths = {}
     for head_dim, ratio in ((128, 8), (256, 5), (64, 8), (192, 10)):
-        spec = forward_spec("bf16", head_dim, ratio, True, "window")
+        spec = forward_spec("bf16", head_dim, ratio, True, ("window",))
         plan = hopper.ForwardPlan(segments(layout), device, spec, ratio, 1, window)
         widths[head_dim, ratio] = plan.tables[0].shape[1]
         fresh = hopper.ForwardPlan(segments(Layout.from_lengths([300], [[77, 200]])), device, spec, ratio, 1, window)
@@ -513,7 +515,7 @@ def test_a_plan_remembers_a_bounded_number_of_streams(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: current[0], raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
     tensor = SimpleNamespace(record_stream=recorded.append)
-    plan = hopper.Plan(tensor, tensor)
+    plan = tensors.Plan(tensor, tensor)
 
     def use(*handles):
         recorded.clear()
@@ -522,9 +524,9 @@ def test_a_plan_remembers_a_bounded_number_of_streams(monkeypatch):
         return recorded
 
     assert use(7, 7, 9, 7, 9) == [7, 7, 9, 9]
-    few = range(hopper.MOST_STREAMS - 2)
+    few = range(tensors.MOST_STREAMS - 2)
     assert len(use(*(100 + n for n in few), 7, 9)) == 2 * len(few)
     for handle in range(1000, 11_000):
         assert use(handle) == [handle, handle]
-        assert len(plan._used_on) <= hopper.MOST_STREAMS
+        assert len(plan._used_on) <= tensors.MOST_STREAMS
     assert use(7, 7) == [7, 7]

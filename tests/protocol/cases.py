@@ -19,12 +19,12 @@ import torch
 from codegen import tiles
 from cute_kernels.abi import LOCKS, clears_ahead
 from dualkv.layout import Layout
+from dualkv.ops.features import Window
 from dualkv.ops.plan import backward as plan_backward
 from dualkv.ops.plan import forward as plan_forward
 from dualkv.ops.plan import paths as plan_paths
 from dualkv.ops.plan import windowed as plan_windowed
 from dualkv.ops.plan.schedule import schedule
-from dualkv.ops.window import Window
 from dualkv.segments import segments_of
 from tests.protocol.lanes import BFloat16, Float16, Now, first_lane
 from tests.protocol.machine import Machine, Schedule
@@ -276,7 +276,7 @@ def backward(
         seg = segments(*layout)
     else:
         seg = segments_of(torch.tensor(np.append(0, np.cumsum(layout))), torch.tensor(parents))
-    more: list[Any] = [None] * 3
+    more: list[Any] = []
     if window is None:
         work = plan_backward.backward_work(seg, made, heads, kv_heads, 4, made.deterministic)
     else:
@@ -303,7 +303,7 @@ def backward(
         machine.stores = out
         tables = Host("work", work.items), Host("visible_end", np.asarray(seg.visible_end))
         given = q, k, v, dout, stats, dk, dv, dq_acc, Flat("partials", 0), locks, *tables, SCALE, None
-        kernel(*given, *((*more, softcap) if features else ()))
+        kernel(*given, *more, *([] if softcap is None else [softcap]))
         return out.check
 
     return Case(name, 2 if head_dim > 256 else made.cluster, 12, start)

@@ -34,7 +34,7 @@ ALIKE = {
     "bwd_window.py": ("hide",),
     "fwd_contain.py": ("add_not_finite", "contain", "is_broken"),
     "mask.py": ("apply", "keep_before", "keep_from"),
-    "softmax.py": ("online_softmax", "fixed_softmax", "half_softmax", "rescale", "normalize", "softcap"),
+    "softmax.py": ("online_softmax", "fixed_softmax", "half_softmax", "rescale", "normalize", "cap"),
 }
 SYNCHRONIZES = re.compile(
     "barrier|fence|elect_one|wait|commit|gemm|load_|store_release|store_volatile|atomic|bulk|arrive"

@@ -173,7 +173,7 @@ def kernels_of(names: list[str]) -> list[tuple[str, str, str]]:
         given = options_of(name)
         for text, way, side in product(given["-w"], given["-d"][0].split(","), given["-s"]):
             w = parse(text)
-            features = w.window is None, w.chunk is None, w.sinks, w.softcap, bool(w.parent)
+            features = w.names, w.chunk is None, bool(w.parent)
             shape = *w.head_dims, w.heads // w.kv_heads, w.dtype, len(w.prompt_lens) > 1
             found.setdefault((*shape, *features, way, side), (text, way, side))
     return list(found.values())

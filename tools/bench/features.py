@@ -86,7 +86,7 @@ def errors(side: str, spread: float, cap: float | None, device: str = "cuda") ->
     made = Inputs(replace(workload, window=700), device)
     made.q *= spread
     wide = q, k, v = [x.double().requires_grad_() for x in (made.q, made.k, made.v)]
-    out = dualkv.attention(q, k, v, made.layout, made.scale, **made.features)
+    out = dualkv.attention(q, k, v, made.layout, made.scale, **made.features._asdict())
     exact = dict(zip(NAMES, (out, *torch.autograd.grad(out, wide, made.dout.double())), strict=True))
     with torch.no_grad():
         results: list[torch.Tensor] = []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from codegen import tiles
-from codegen.spec import KernelSpec, backward_specs, forward_spec, joined
+from codegen.spec import KernelSpec, backward_specs, forward_spec
 from codegen.tiles import kernel_head_dim
 from dualkv import Layout
 
@@ -85,10 +85,10 @@ class Case:
         of_v, asked = self.head_dim_v, (self.deterministic, self.gradients)
         of_backward = (*self.features, *["dlse"] * self.lse_grad)
         backward = backward_specs(self.dtype, self.head_dim, *asked, of_backward, of_v, few_keys=self.few_keys)
-        window, named = "window" in self.features, joined(*self.features)
+        window = "window" in self.features
         trees = window or LAYOUTS[self.layout].depth > 2
         short = window and self.window <= tiles.SHORT_WINDOW
-        of_forward = trees, named, short, of_v, self.few_keys
+        of_forward = trees, self.features, short, of_v, self.few_keys
         forward = forward_spec(self.dtype, self.head_dim, heads // kv_heads, *of_forward)
         return [forward, *backward.present]
 

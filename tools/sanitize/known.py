@@ -53,7 +53,7 @@ def why(tool: str, report: dict[str, Any], shown: dict[str, int]) -> str | None:
             other_lanes = "bulk copy, other lanes" if shown.get("bulk_ring_no_syncwarp") else None
             return "bulk copy" if shown.get("bulk_ring") else other_lanes
         handed = len(instructions) > 1 and all(name.startswith(("STS", "LDS")) for name in instructions)
-        # With a window the narrow backward's producer hands over the words of a query block so: one store of four.
+        # With windows the narrow backward's producer hands over the words of a query block so: one store of four.
         words = kernel == "bwd.FeaturedNarrow" and instructions == ["STS.128", "LDS"]
         handed &= kernel.startswith(("bwd_wide", "bwd.FeaturedWide", "bwd_split", "bwd.FeaturedSplit", "fwd"))
         if (handed or words) and shown.get("exchange"):

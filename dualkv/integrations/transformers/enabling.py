@@ -423,7 +423,7 @@ def _configs(model: nn.Module) -> list[Any]:
 def enable(model: Model, *, deterministic: bool = False, check: bool = True, fast: bool = False) -> Model:
     """Lets `model(input_ids=..., dualkv=layout)` run packed groups. Calls without a layout do not change.
 
-    With a layout every attention layer runs :func:`dualkv.attention`, with the window or chunks of the mask that its
+    With a layout every attention layer runs :func:`dualkv.attention`, with the windows or chunks of the mask that its
     model would make, and with its sinks and softcapping. Recurrent layers start each segment from the state that its
     parent leaves. No attention mask is made and no cache is kept:
 
@@ -469,7 +469,7 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True, fas
         ValueError: the small copy differs or cannot run (see `check`); a layer does not take its attention from
             transformers' registry, is not causal, has a recurrent state of an unknown kind, a head dim above 512 or a
             mask with a rule of the model's own; a head makes one row of logits for a whole input; installed kernels of
-            recurrent layers have no right backward on this GPU; a window or chunks of less than 1 key; PEFT's adapters
+            recurrent layers have no right backward on this GPU; windows or chunks of less than 1 key; PEFT's adapters
             that read other rows or add some, or that nobody has judged (docs/transformers.md has a table).
             A call with a layout raises ValueError for attention dropout in training, noise that is not drawn for each
             row (dropped layers, NEFTune) and statistics over rows in training, other adapters than before, masks,

@@ -117,8 +117,8 @@ def _left(whole: PreTrainedModel, inner: PreTrainedModel, module: Any, linear: b
 
 def _behind(whole: PreTrainedModel, rule: Rule) -> dict[str, Any]:
     """Read the scale and the cap that a model puts behind the module of its head."""
-    softcap = None if rule.softcap is None else float(_at(whole.config, rule.softcap))
-    return {"scale": rule.scale.of(whole.config), "softcap": softcap}
+    cap = None if rule.cap is None else float(_at(whole.config, rule.cap))
+    return {"scale": rule.scale.of(whole.config), "softcap": cap}
 
 
 def known(model: nn.Module) -> None:
@@ -281,13 +281,13 @@ class Rule(NamedTuple):
         before: the name of a module in front of the head.
         factor: of the hidden states.
         scale: of the logits.
-        softcap: the field.
+        cap: the field.
     """
 
     before: str | None
     factor: Number
     scale: Number
-    softcap: Path | None
+    cap: Path | None
 
 
 ONE = Number()
@@ -401,8 +401,7 @@ def _prove(cls: type[Any], config: PreTrainedConfig) -> Rule:
     if len(choices) != 1:
         found = "no scale and cap of its configuration makes" if not choices else "several scales and caps would make"
         raise UnknownError(f"{found} the logits of a small copy")
-    scale, softcap = next(iter(choices.values()))
-    return Rule(before, factor, scale, softcap)
+    return Rule(before, factor, *next(iter(choices.values())))
 
 
 def _as_written(cls: type[Any]) -> type[Any]:
@@ -450,9 +449,9 @@ def _in_front(
     raise UnknownError("its input is not the last hidden states, nor what one module makes of them")
 
 
-def _fits(made: torch.Tensor, logits: torch.Tensor, scale: float, softcap: float | None) -> bool:
+def _fits(made: torch.Tensor, logits: torch.Tensor, scale: float, cap: float | None) -> bool:
     z = made.double() * scale
-    return _same(logits, z if softcap is None else softcap * torch.tanh(z / softcap))
+    return _same(logits, z if cap is None else cap * torch.tanh(z / cap))
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -6,7 +6,7 @@ import dis
 import inspect
 import re
 from collections.abc import Callable, Container, Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from codegen.tiles import HEAD_DIMS
 from dualkv.integrations.transformers import indexers, masks, media, recurrent
+from dualkv.ops.features import Features
 
 # Entries of `config.layer_types` that packed groups run.
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
@@ -173,15 +174,6 @@ class UnderOwnName:
 
 
 # ---------------------------------------------------------------- what a layer computes
-class Features(NamedTuple):
-    """Arguments of :func:`dualkv.attention`."""
-
-    window: int | None
-    chunk: int | None
-    sinks: torch.Tensor | None
-    softcap: float | None
-
-
 def describe(module: nn.Module) -> str:
     """An attention layer, for messages."""
     return f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})"

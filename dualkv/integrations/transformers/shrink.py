@@ -1,7 +1,7 @@
 """A small copy of a transformers configuration that keeps everything that decides how attention is computed.
 
 Layers, heads, experts, widths and the vocabulary shrink. The head dims, the ratios of head counts, the pattern of
-layers and the type of the rotary embedding stay. Position thresholds (a window, a chunk, the length from which a rotary
+layers and the type of the rotary embedding stay. Position thresholds (windows, chunks, the length from which a rotary
 embedding is scaled) shrink below the lengths of the self-check's tree, so that the tree shows their effect.
 """
 
@@ -23,7 +23,7 @@ class Sizes(NamedTuple):
     """The largest sizes of a small copy; by default those of the self-check.
 
     Attributes:
-        layers: enough for five window layers before a full one.
+        layers: enough for five layers with windows before a full one.
         width: of MLPs, and of hidden states if their size is independent of the heads.
         vocabulary: token ids.
         experts: of a layer.

@@ -54,7 +54,7 @@ class BackwardWork:
         items: [n, items.NUM_FIELDS] int32, in the order in which they start.
         sums: [m, items.NUM_SUM_FIELDS] int32: which partial sums make the dK and dV of split items.
         num_partials: partial sums that the items write.
-        blocks: [b, abi.BlockFields.NUM_FIELDS] int32 with a window, which `items` has intervals of; else None.
+        blocks: [b, abi.BlockFields.NUM_FIELDS] int32 with windows or chunks, which `items` has intervals of; else None.
     """
 
     items: Table
@@ -71,7 +71,7 @@ class KeyItems:
         key, key_end: [n] packed rows.
         group: [n] of the keys.
         run: [n] the segment of the first key, counted among segments with rows. Items of a run read the same queries.
-            With a window: see `windowed.key_items`.
+            With windows: see `windowed.key_items`.
         is_response: [n] that segment is not a prompt.
         block_begin, block_end: [n] query blocks.
         previous: [n] see `_fixed_order`.

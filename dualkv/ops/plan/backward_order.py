@@ -44,7 +44,7 @@ class Pieces:
         begin, end: [n] query blocks [begin, end).
         group: [n] the group of its keys.
         run: [n] the segment of its first key, counted among segments with rows. The pieces of a run end at one block.
-            With a window: see `windowed.key_items`.
+            With windows: see `windowed.key_items`.
     """
 
     item: IntArray

@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from cute_kernels.abi import PathFields as items
 from dualkv.arrays import IntArray, positions
+from dualkv.ops.features import Window
 from dualkv.ops.plan.forward import MASKED_COST_OF_SOME
 from dualkv.ops.plan.shared import MASKED_COST, Table, longest_first, segment_at, visible_end_over
-from dualkv.ops.window import Window
 from dualkv.segments import Segments
 
 SHORTEST_GAP = 2  # blocks that a warp group skips between others; to skip one costs as much as it saves

@@ -26,10 +26,10 @@ from cute_kernels.abi import BackwardFields as items
 from cute_kernels.abi import BlockFields as fields
 from cute_kernels.abi import part_rows
 from dualkv.arrays import IntArray, positions
+from dualkv.ops.features import Window
 from dualkv.ops.plan.backward import BackwardWork, KeyItems, choose_lengths, cut, divide_keys, in_order, work_tables
 from dualkv.ops.plan.backward_order import WAVE, delayed_responses, in_key_order
 from dualkv.ops.plan.shared import Table, segment_at
-from dualkv.ops.window import Window
 from dualkv.segments import Segments
 
 CHUNK = 64  # keys of a warp group

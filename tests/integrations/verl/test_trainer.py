@@ -28,7 +28,7 @@ from dualkv.integrations.verl.balance import balance, rank_works, rollouts_by_ta
 from dualkv.integrations.verl.critic import DualKVCritic
 from dualkv.integrations.verl.data import Rollouts
 from dualkv.integrations.verl.work import FULL, of_full_attention, packed, replicated
-from dualkv.ops.window import Window
+from dualkv.ops.features import Window
 
 
 def random_rollouts(seed: int, groups: int, size: int | None = None) -> Rollouts:

@@ -18,8 +18,8 @@ from codegen.tiles import (
 from cute_kernels.abi import PathFields as items
 from dualkv import Layout
 from dualkv.bench.executed import forward_pairs
+from dualkv.ops.features import Window
 from dualkv.ops.plan.paths import NEAR_ROWS, first_keys, path_work
-from dualkv.ops.window import Window
 from tests.ops.plan.walked import below_a_path, lengths, of, rule
 from tests.strategies import binary_tree, examples, groups, random_tree, trees
 

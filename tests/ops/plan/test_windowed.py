@@ -11,8 +11,8 @@ from cute_kernels.abi import BlockFields as fields
 from cute_kernels.abi import part_rows
 from dualkv import Layout
 from dualkv.bench.executed import backward_pairs
+from dualkv.ops.features import Window
 from dualkv.ops.plan.windowed import windowed_work
-from dualkv.ops.window import Window
 from tests.ops.plan.walked import (
     check_walk,
     groups,
