@@ -147,7 +147,7 @@ class KernelSpec(Generic[AnyTile]):
         """The inverse of `to_json`; raises like the constructor."""
         fields = json.loads(text)
         tile = TILES.get(fields["operation"])
-        features = tuple(filter(None, fields["features"].split("+")))
+        features = tuple(filter(None, fields.get("features", "").split("+")))
         return cls(**(fields | {"tile": tile(**fields["tile"]) if tile else fields["tile"], "features": features}))
 
     def __str__(self) -> str:

@@ -9,14 +9,15 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
 from dualkv.ops import composition, cudnn, flex, hopper, padding, reference
 from dualkv.ops.compiling import NotCompiled
 from dualkv.ops.features import NONE, Features
-from dualkv.ops.padding import Gradients
+from dualkv.ops.padding import cut, padded
+from dualkv.ops.tensors import Gradients
 from dualkv.segments import Segments
 
 VARIABLE = "DUALKV_BACKEND"
@@ -85,27 +86,38 @@ class Backend:
         self, q: torch.Tensor, v: torch.Tensor, features: Features = NONE, dlse: torch.Tensor | None = None
     ) -> str | None:
         """Say why it cannot serve a call, with tensors as the op takes them; None if it can."""
-        lacking = next((name for name in features.names if name in self.lacks), None)
-        return lacking or self.refuses(q, v, dlse)
+        for name in self.lacks:
+            if name in features.asked:
+                return name
+        return self.refuses(q, v, dlse)
 
     def forward(
-        self, *, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, **others: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute (out [T, H, Dv], lse [H, T]) for any head dims; `others` as for its module."""
-        if segments.total == 0:
-            return reference.forward(q, k, v, segments, **others)
-        dims = self.head_dims(q.shape[2], v.shape[2])
-        return padding.forward(self.module.forward, dims, q=q, k=k, v=v, segments=segments, **others)
+        self, *, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, softmax_scale: float,
+        features: Features,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Compute (out [T, H, Dv], lse [H, T]) for any head dims."""
+        module = self.module if segments.total else reference
+        wide, wide_v = self.head_dims(q.shape[2], v.shape[2])
+        out, lse = module.forward(
+            q=padded(q, wide), k=padded(k, wide), v=padded(v, wide_v), segments=segments, softmax_scale=softmax_scale,
+            features=features,
+        )  # fmt: skip
+        return cut(out, v.shape[2]), lse
 
     def backward(
         self, *, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-        segments: Segments, **others: Any,
+        lse: torch.Tensor, segments: Segments, softmax_scale: float, features: Features, dlse: torch.Tensor | None,
+        deterministic: bool, gradients: str,
     ) -> Gradients:  # fmt: skip
-        """Compute (dq, dk, dv, dsinks) for any head dims; `others` as for its module."""
-        call = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "segments": segments, **others}
-        if segments.total == 0:
-            return reference.backward(**call)
-        return padding.backward(self.module.backward, self.head_dims(q.shape[2], v.shape[2]), **call)
+        """Compute (dq, dk, dv, dsinks) for any head dims."""
+        module = self.module if segments.total else reference
+        wide, wide_v = self.head_dims(q.shape[2], v.shape[2])
+        dq, dk, dv, dsinks = module.backward(
+            dout=padded(dout, wide_v), q=padded(q, wide), k=padded(k, wide), v=padded(v, wide_v),
+            out=padded(out, wide_v), lse=lse, segments=segments, softmax_scale=softmax_scale, features=features,
+            dlse=dlse, deterministic=deterministic, gradients=gradients,
+        )  # fmt: skip
+        return cut(dq, q.shape[2]), cut(dk, k.shape[2]), cut(dv, v.shape[2]), dsinks
 
 
 # By name, in the order in which they are tried where nothing is chosen by hand; but see `order`.

@@ -28,7 +28,7 @@ from codegen.spec import GRADIENTS
 from codegen.tiles import HEAD_DIM_RULE, takes_head_dim
 from dualkv.ops import backends, flops
 from dualkv.ops.features import Features
-from dualkv.ops.padding import Gradients
+from dualkv.ops.tensors import Gradients
 from dualkv.segments import OP_TAGS, Segments, segments_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -242,11 +242,10 @@ def _bwd_fake(
 
 
 def _fwd_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, offsets, parent, ctx.softmax_scale, ctx.deterministic, *asked, ctx.backend = inputs
-    features = Features(*asked)
-    ctx.features = features._replace(sinks=None)  # they are saved
+    q, k, v, offsets, parent, ctx.softmax_scale, ctx.deterministic, ctx.window, ctx.chunk, sinks, *rest = inputs
+    ctx.softcap, ctx.backend = rest
     ctx.set_materialize_grads(False)  # without a gradient of lse the backward does nothing for it
-    ctx.save_for_backward(q, k, v, *output, offsets, parent, features.sinks)
+    ctx.save_for_backward(q, k, v, *output, offsets, parent, sinks)
 
 
 def _fwd_backward(
@@ -265,7 +264,7 @@ def _fwd_backward(
     gradients = "".join(name for name, need in zip("qkv", needed, strict=False) if need) or "q"
     dq, dk, dv, dsinks = backward(
         dout, q, k, v, out, lse, offsets, parent, ctx.softmax_scale, ctx.deterministic, gradients,
-        *ctx.features._replace(sinks=sinks), dlse, ctx.backend,
+        ctx.window, ctx.chunk, sinks, ctx.softcap, dlse, ctx.backend,
     )  # fmt: skip
     grads = dq, dk, dv, dsinks if sinks is None else dsinks.to(sinks.dtype)
     dq, dk, dv, dsinks = (grad if need else None for grad, need in zip(grads, needed, strict=True))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import numbers
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
@@ -117,10 +118,14 @@ class Features(NamedTuple):
             ValueError: a window or chunk below 1.
             TypeError: a window or chunk that is not an integer; a cap that is not a number.
         """
+        if window is chunk is sinks is softcap is None:
+            return NONE
         window = None if window is None else min(positive("window", window), MAX_ROWS)  # no path is longer
         chunk = None if chunk is None else min(positive("chunk", chunk), MAX_ROWS)
-        check_number("softcap", softcap)
-        return cls(window, chunk, sinks, None if softcap is None else float(softcap))
+        if softcap is not None:
+            check_number("softcap", softcap)
+            softcap = float(softcap)
+        return cls(window, chunk, sinks, softcap)
 
     def check(self, q: torch.Tensor) -> None:
         """Check that attention with queries q [T, H, D] takes the features.
@@ -145,12 +150,15 @@ class Features(NamedTuple):
                 raise TypeError(f"sinks is {self.sinks.dtype}, expected q's {q.dtype}{either}")
             if self.sinks.device != q.device:
                 raise ValueError(f"sinks is on {self.sinks.device} and q on {q.device}, expected one device")
-        _ = self.reach
+        if self.window is not None or self.chunk is not None:
+            Window(self.window, self.chunk)
 
     def of_call(self, longest_path: int, lse_dtype: torch.dtype) -> Features:
         """The features as backends take them: without a window or chunks that hide no key on paths of up to
         `longest_path` tokens, and with contiguous sinks in the dtype of the log-sum-exp."""
         window, chunk, sinks, softcap = self
+        if window is None and chunk is None and sinks is None:
+            return self
         if (reach := self.reach) is not None and not reach.hides(longest_path):
             window = chunk = None
         return Features(window, chunk, None if sinks is None else sinks.to(lse_dtype).contiguous(), softcap)
@@ -158,11 +166,11 @@ class Features(NamedTuple):
     @property
     def reach(self) -> Window | None:
         """The window or chunks; None: a query sees all keys of its path."""
-        return None if self.window is None and self.chunk is None else Window(self.window, self.chunk)
+        return None if self.window is None and self.chunk is None else _window(self.window, self.chunk)
 
     @property
     def asked(self) -> dict[str, Any]:
-        """Values that are asked for, by the names of `codegen.spec.FEATURES` and in their order; "window" is chunks too."""
+        """Values that are asked for, by the names of `codegen.spec.FEATURES`; "window" stands for chunks too."""
         given = {"window": self.window or self.chunk, "sinks": self.sinks, "softcap": self.softcap}
         return {name: x for name, x in given.items() if x is not None}
 
@@ -173,6 +181,7 @@ class Features(NamedTuple):
 
 
 NONE = Features()
+_window = lru_cache(64)(Window)  # every layer of a model asks for the same few
 
 
 def check_number(name: str, value: object) -> None:

@@ -6,15 +6,10 @@ so that the other columns have the call's gradients. The scale is the one of the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
 from codegen.tiles import kernel_head_dims
-
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # dq, dk, dv, dsinks
 
 
 def for_kernel(head_dim: int, head_dim_v: int) -> tuple[int, int]:
@@ -34,32 +29,11 @@ def equal(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     return (max(head_dim, head_dim_v),) * 2
 
 
-def _padded(x: torch.Tensor, head_dim: int) -> torch.Tensor:
+def padded(x: torch.Tensor, head_dim: int) -> torch.Tensor:
     """x [T, H, D] itself, or with zero columns up to `head_dim`."""
     return x if x.shape[2] == head_dim else F.pad(x, (0, head_dim - x.shape[2]))
 
 
-def _cut(x: torch.Tensor, head_dim: int) -> torch.Tensor:
+def cut(x: torch.Tensor, head_dim: int) -> torch.Tensor:
     """The first `head_dim` columns of x, contiguous; x itself if it has no more, or is an empty gradient [0]."""
     return x if x.dim() == 1 or x.shape[2] == head_dim else x[..., :head_dim].contiguous()
-
-
-def forward(
-    implementation: Callable[..., tuple[torch.Tensor, torch.Tensor]], head_dims: tuple[int, int], *,
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **others: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(out [T, H, Dv], lse [H, T]) by an implementation that takes `head_dims`; q, k [.., D] and v [.., Dv] of any."""
-    wide, wide_v = head_dims
-    out, lse = implementation(q=_padded(q, wide), k=_padded(k, wide), v=_padded(v, wide_v), **others)
-    return _cut(out, v.shape[2]), lse
-
-
-def backward(
-    implementation: Callable[..., Gradients], head_dims: tuple[int, int], *, dout: torch.Tensor,
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, **others: Any,
-) -> Gradients:  # fmt: skip
-    """(dq, dk, dv, dsinks) likewise; dout and out are [T, H, Dv]."""
-    wide, wide_v = head_dims
-    of_values = {"dout": _padded(dout, wide_v), "v": _padded(v, wide_v), "out": _padded(out, wide_v)}
-    dq, dk, dv, dsinks = implementation(q=_padded(q, wide), k=_padded(k, wide), **of_values, **others)
-    return _cut(dq, q.shape[2]), _cut(dk, k.shape[2]), _cut(dv, v.shape[2]), dsinks

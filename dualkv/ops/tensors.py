@@ -7,6 +7,7 @@ import torch
 ALIGNMENT = 16  # bytes: TMA's requirement for base addresses and strides
 MAX_STRIDE = 2**40  # bytes: TMA's limit
 MOST_STREAMS = 64  # that a plan remembers; PyTorch hands out 32 of a priority in turns
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # dq, dk, dv, dsinks
 
 
 def tma_ready(x: torch.Tensor) -> torch.Tensor:

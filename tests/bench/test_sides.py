@@ -266,7 +266,7 @@ def test_deterministic_is_passed_on(fake_peers, monkeypatch, direction):
 @pytest.mark.parametrize("name", sorted(set(sides.SIDES) - WINDOWED - {"fa4-3-calls-deterministic"}))
 def test_sides_without_windows_say_so(fake_peers, name):
     made = Fp32Inputs(replace(parse("9:3").with_shape(heads=2, kv_heads=2, head_dim=8), window=4))
-    with pytest.raises(ValueError, match="computes plain full attention, .* has window"):
+    with pytest.raises(ValueError, match=r"computes plain full attention, .* has window"):
         sides.SIDES[name](made, "fwd")
 
 
