@@ -81,7 +81,7 @@ _ALL = (
         "pip install 'dualkv[hybrid]'", tried="0.6.0",
     ),
     Package("trl", "trl", "1.16", "the TRL trainer", "pip install 'dualkv[trl]'", tried="1.16.0"),
-    Package("ms-swift", "swift", "4.6", "the ms-swift trainer", "pip install 'dualkv[swift]'"),
+    Package("ms-swift", "swift", "4.6", "the ms-swift trainer", "pip install 'dualkv[swift]'", tried="4.6.0"),
     Package("verl", "verl", "0.9.1", "the veRL plugin", "pip install 'dualkv[verl]'"),
     Package(
         "megatron-core", "megatron.core", "0.16.1", "models of megatron-core",

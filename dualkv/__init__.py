@@ -17,6 +17,7 @@ from dualkv.ops.attention import attention
 if TYPE_CHECKING:  # what __getattr__ brings
     from dualkv import grpo, integrations
     from dualkv.canary import packed_vs_separate
+    from dualkv.observer import observe
     from dualkv.ops.compat import flash_attn_dualkv_varlen_func
 
 __version__ = "0.2.0"
@@ -30,6 +31,7 @@ __all__ = [
     "flash_attn_dualkv_varlen_func",
     "grpo",
     "integrations",
+    "observe",
     "pack",
     "pack_padded",
     "pack_sequences",
@@ -42,12 +44,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the attributes that `import dualkv` defers until they are used: submodules, the canary and the paper's
-    function."""
+    """Import the attributes that `import dualkv` defers until they are used: submodules, the canary, the observer and
+    the paper's function."""
     if name == "grpo":
         return import_module("dualkv.grpo")
     if name == "flash_attn_dualkv_varlen_func":
         return import_module("dualkv.ops.compat").flash_attn_dualkv_varlen_func
     if name == "packed_vs_separate":
         return import_module("dualkv.canary").packed_vs_separate
+    if name == "observe":
+        return import_module("dualkv.observer").observe
     raise AttributeError(f"module 'dualkv' has no attribute {name!r}")

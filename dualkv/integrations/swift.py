@@ -7,19 +7,20 @@ The import puts :class:`GRPOTrainer` in the place of ms-swift's trainer of `--rl
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 
 from codegen.packages import require
+from codegen.surface import borrowing, irreplaceable, unfit
 
 require("ms-swift", __name__)
 require("transformers", __name__)
 
-from swift.rlhf_trainers import grpo_trainer
-from swift.trainers import TrainerFactory
-from swift.tuners import SwiftModel
+with borrowing("ms-swift", __name__):
+    from swift.rlhf_trainers import grpo_trainer
+    from swift.trainers import TrainerFactory
+    from swift.tuners import SwiftModel
 
 from dualkv.data.gain import MIN_SHARED
 from dualkv.data.trees import pack_sequences
@@ -110,17 +111,11 @@ def _refuse(model: Any, args: Any, template: Any) -> None:
     raise ValueError(f"{why}, {INSTEAD}")
 
 
-def _check_surface() -> None:
-    """Raises ImportError if ms-swift's trainer no longer calls the method that this module replaces."""
-    name, expected = "_get_per_token_logps_and_entropies_single", ["model", "model_inputs", "grpo_batch"]
-    method = getattr(grpo_trainer.GRPOTrainer, name, None)
-    found = [] if method is None else [*inspect.signature(method).parameters][1:4]
-    if found != expected:
-        raise ImportError(
-            f"{__name__} replaces the method {name}({', '.join(expected)}) of ms-swift's GRPOTrainer, found"
-            f" {', '.join(found) or 'none'} there: pip install 'ms-swift==4.6.0'"
-        )
-
-
-_check_surface()
+if _said := irreplaceable(
+    grpo_trainer.GRPOTrainer,
+    GRPOTrainer,
+    "_get_per_token_logps_and_entropies_single",
+    "template padding_free temperature completion_mask seq_lengths _metrics",
+):
+    raise ImportError(f"{__name__} cannot run: {unfit('ms-swift', _said)}")
 TrainerFactory.TRAINER_MAPPING["grpo"] = f"{__name__}.GRPOTrainer"

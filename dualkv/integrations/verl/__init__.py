@@ -1,6 +1,7 @@
 """Packed groups in veRL, without a fork: engines and trainers, selected by the configuration (see docs/verl.md).
 
     actor_rollout_ref.model.model_type=dualkv      the engines of actor and reference policy
+    actor_rollout_ref.model.model_type=dualkv_observe    veRL's own, and a report of what packing would save
     critic.model.fused_kernel_options.dualkv=True  the engine of the critic
     trainer.v1.trainer_mode=dualkv_sync            a trainer that keeps groups on one rank; also dualkv_colocate_async
                                                    and dualkv_separate_async
@@ -23,6 +24,7 @@ try:
     from dualkv.integrations.verl.batches import MODEL_TYPE
     from dualkv.integrations.verl.critic import DualKVCritic
     from dualkv.integrations.verl.engine import DualKVEngine, register_other
+    from dualkv.integrations.verl.observed import ObservedEngine
 except Exception as error:
     # veRL ignores errors of plugins; without this warning only the engine's unknown name would show.
     warnings.warn(f"dualkv: the veRL plugin is not available: {error}", stacklevel=1)
@@ -40,4 +42,4 @@ if find_spec("transfer_queue"):  # needed by veRL's trainers, not by its workers
     except ImportError as error:
         warnings.warn(f"dualkv: veRL's trainers that keep groups whole are not available: {error}", stacklevel=1)
 
-__all__ = ["MODEL_TYPE", "DualKVCritic", "DualKVEngine"]
+__all__ = ["MODEL_TYPE", "DualKVCritic", "DualKVEngine", "ObservedEngine"]

@@ -35,6 +35,11 @@ SUM_PI_SQUARED = {"settings": {"calculate_sum_pi_squared": True}}
 # where a sequence begins, and veRL's layers of Qwen3.5 say it to a PyTorch function that ignores it. So stock runs
 # padded rows.
 PADDED = STOCK | {"remove_padding": False}
+# Groups of as many rollouts as a micro-batch has.
+OF_FOUR = {
+    "groups": [(9, [4, 2, 6, 3]), (12, [3, 4, 7, 5]), (15, [2, 3, 9, 1]), (11, [4, 2, 5, 8])],
+    "interleaved": True,
+}
 HYBRID = {"model": "qwen3_5_text"}
 
 ONE: dict[str, dict[str, Any]] = {
@@ -47,6 +52,9 @@ ONE: dict[str, dict[str, Any]] = {
     "stock-interleaved": STOCK | {"interleaved": True},
     "stock-bf16": STOCK | {"param_dtype": "bf16"},
     "fixed": PACKED,
+    "stock-of-four": STOCK | OF_FOUR,
+    "of-four": PACKED | OF_FOUR,
+    "observed": STOCK | OF_FOUR | {"run": "observed", "type": "dualkv_observe"},
     "fixed-one-by-one": PACKED | {"rollouts": 1},
     "dynamic-tight": PACKED | {"budget": TIGHT},
     "dynamic-roomy": PACKED | {"budget": ROOMY},

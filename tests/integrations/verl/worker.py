@@ -51,6 +51,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
+import dualkv
 from dualkv.integrations.verl.engine import restore_attention
 from dualkv.ops import reference
 from tests.integrations.verl.rollouts import MODELS, UPDATE, make_rollouts, nested
@@ -124,7 +125,7 @@ def make_worker(s: dict[str, Any], models: Path) -> Any:
         saved.remove("extra")
     worker = TrainingWorker(
         TrainingWorkerConfig(
-            model_type="value_model" if is_critic else "dualkv" if s["packed"] else "language_model",
+            model_type="value_model" if is_critic else "dualkv" if s["packed"] else s.get("type", "language_model"),
             model_config=model,
             engine_config=engine,
             optimizer_config=optimizer,
@@ -235,6 +236,19 @@ def drawn_routes(s: dict[str, Any], data: TensorDict) -> torch.Tensor:
         draws = [torch.rand(n, 2, 4, generator=torch.Generator().manual_seed(seed)) for seed, n in parts]
         found.append(torch.cat(draws).topk(2).indices.short())
     return nested(found)
+
+
+def observed(s: dict[str, Any], models: Path) -> dict[str, Any]:
+    """Run `both` with veRL's engine that reports what packing would save in four training calls."""
+    seen: list[Any] = []
+
+    def observe(*args: Any, **kwargs: Any) -> None:
+        seen.append(dualkv.observe(*args, 4, report=said.append, **kwargs))
+
+    said: list[str] = []
+    with patch("dualkv.integrations.verl.observed.observe", observe):
+        found = both(s, models)
+    return found | {"report": said, "rows": [f().gain.rows for f in (seen[0].as_they_come, seen[0].together)]}
 
 
 def scored(s: dict[str, Any], models: Path) -> dict[str, Any]:
