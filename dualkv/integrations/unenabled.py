@@ -13,22 +13,22 @@ from functools import partial, wraps
 from typing import Any
 
 from dualkv import layout
+from dualkv.integrations import patching
 
 
 def watch() -> None:
     """Make transformers' registry refuse layouts for models that are not enabled, if transformers is imported."""
     interface: Any = getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
     own = getattr(interface, "get_interface", None)
-    if own is None or hasattr(own, "_of_dualkv"):
+    if own is None or patching.is_marked(own):
         return
 
     @wraps(own)
     def get_interface(*args: Any, **kwargs: Any) -> Any:
         function = own(*args, **kwargs)
-        return function if hasattr(function, "_of_dualkv") else partial(_without_layout, function)
+        return function if patching.is_marked(function) else partial(_without_layout, function)
 
-    get_interface._of_dualkv = True  # type: ignore[attr-defined]
-    interface.get_interface = get_interface
+    patching.of(interface).replace("get_interface", patching.marked(get_interface))
 
 
 def _without_layout(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

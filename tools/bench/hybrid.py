@@ -35,6 +35,7 @@ import typer
 from dualkv.bench.run import in_words
 from dualkv.data.rollouts import Rollouts
 from dualkv.demo.update import ModelBatch, packed_batches, replicated_batches
+from dualkv.integrations import patching
 from dualkv.integrations.transformers import disable, enable, recompute_layers
 from dualkv.integrations.transformers.recurrent import install, kernels, on_reference, seams, waves
 from dualkv.layout import Layout
@@ -87,8 +88,7 @@ def convolutions_of_the_library(model: Any) -> Iterator[None]:
             return before(hidden_states, weight, bias, activation=activation, **kwargs)
         return own(hidden_states, weight, bias, activation=activation)
 
-    conv._of_dualkv = True  # type: ignore[attr-defined]
-    with mock.patch.object(modeling, "causal_conv1d_fn", conv):
+    with mock.patch.object(modeling, "causal_conv1d_fn", patching.marked(conv)):
         yield
 
 

@@ -37,6 +37,7 @@ from codegen.surface import irreplaceable, unfit
 from dualkv.integrations.megatron.configs import counted, refuse, refuse_count, window_of
 from dualkv.integrations.megatron.routers import ROUTERS, RUNNING
 from dualkv.integrations.megatron.rows import ONE_RANK, PackedGroups
+from dualkv.integrations.patching import Changes, swap
 from dualkv.sequence_parallel import Shard
 
 Target = TypeVar("Target")
@@ -171,11 +172,9 @@ class _PackedMLASelfAttention(_Checked, MLASelfAttention):
                 return packed._frequencies(found[0]), *found[1:]
             return packed._frequencies(found)
 
-        rotary.forward = of_rows
-        try:
+        with Changes(rotary) as changes:
+            changes.replace("forward", of_rows)
             return super().get_query_key_value_tensors(*arguments, None, **kwargs)
-        finally:
-            del rotary.forward
 
 
 class _CoreAttention(nn.Module):
@@ -450,14 +449,12 @@ def _swap(target: Any, classes: dict[type, type]) -> None:
         for layer in _layers(target):
             core = getattr(layer.self_attention, "core_attention", None)
             for module in (layer.self_attention, core, *_routers(layer)):
-                if type(module) in classes:
-                    module.__class__ = classes[type(module)]
+                swap(module, "__class__", classes)
         return
     for layer in _specs(target):
         inner = layer.self_attention
         if isinstance(inner, ModuleSpec) and inner.module in classes:
-            inner.module = classes[inner.module]
-            core = inner.submodules.core_attention
-            inner.submodules.core_attention = classes.get(core, core)
+            swap(inner, "module", classes)
+            swap(inner.submodules, "core_attention", classes)
         if (experts := _experts("", layer.mlp)) is not None:
-            experts.router = classes.get(experts.router, experts.router)
+            swap(experts, "router", classes)

@@ -20,6 +20,7 @@ from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
 from codegen.packages import require
+from dualkv.integrations import patching
 from dualkv.integrations.transformers.traced import where_traced
 
 # What runs packed, and reasons of what does not.
@@ -243,7 +244,7 @@ def remember(decoder: PreTrainedModel) -> None:
     except NotImplementedError:
         embedding = None
     name = next((name for name, module in decoder.named_modules() if module is embedding), "")
-    vars(decoder)[SEEN] = Seen(ADDED[0], of(decoder), name)
+    patching.of(decoder).replace(SEEN, Seen(ADDED[0], of(decoder), name))
 
 
 def refuse_later(decoder: nn.Module) -> None:
@@ -266,7 +267,7 @@ def _others(decoder: nn.Module) -> str | None:
     """Say why other adapters than the remembered ones are refused; None if there are no others, which is noted."""
     seen: Seen = vars(decoder)[SEEN]
     if (now := of(decoder)) == seen.adapters:
-        vars(decoder)[SEEN] = seen._replace(added=ADDED[0])
+        patching.of(decoder).replace(SEEN, seen._replace(added=ADDED[0]))
         return None
     was, has = (
         ", ".join(f"{name} ({which}) in {number} layers" for name, which, number in x) or "none"

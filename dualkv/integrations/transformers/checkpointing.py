@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dualkv.arrays import check_gib, check_model
+from dualkv.integrations import patching
 from dualkv.integrations.transformers import fused, kept, layers
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -24,6 +25,7 @@ Model = TypeVar("Model", bound=nn.Module)
 _ATTENTION = [torch.ops.dualkv.fwd.default]
 _aten = torch.ops.aten
 _PRODUCTS = [_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten._grouped_mm.default]
+FIT = "dualkv_fit"  # attribute of a decoder with a limit of memory, a `_Fit`
 KEEPS_PRODUCTS = "dualkv_keeps_products"  # attribute of a decoder some of whose layers keep them
 KEEP: dict[str, list[Any]] = {
     "nothing": [],
@@ -75,7 +77,7 @@ def recompute_layers(model: Model, keep: str = "nothing", *, memory: float | Non
     if keep != "nothing":
         arguments["context_fn"] = partial(kept.contexts, KEEP[keep])
     for decoder in layers.decoders(model):
-        forget(decoder)
+        patching.undo(decoder, "kept")
         vars(decoder)[KEEPS_PRODUCTS] = keep == "products" or memory is not None
     # transformers renamed it within version 5.
     enable_it: Any = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
@@ -83,7 +85,8 @@ def recompute_layers(model: Model, keep: str = "nothing", *, memory: float | Non
     if memory is not None:
         for decoder in layers.decoders(model):
             fit = _Fit(decoder, memory, device, KEEP[keep], products=keep != "products" and not overwritten)
-            decoder.register_forward_pre_hook(fit, with_kwargs=True)
+            patching.of(decoder, "kept").replace(FIT, fit)
+            patching.of(decoder, "kept").before(fit)
     return model
 
 
@@ -106,21 +109,16 @@ def keep_attention(decoder: nn.Module, _args: Any, _kwargs: Any) -> None:
         how = layer._gradient_checkpointing_func if layer.gradient_checkpointing else None
         if isinstance(how, partial) and how.keywords.get("use_reentrant") is False and "context_fn" not in how.keywords:
             contexts = partial(kept.contexts, KEEP["attention"])
-            layer._gradient_checkpointing_func = partial(how, context_fn=contexts)
+            _set(layer, "_gradient_checkpointing_func", partial(how, context_fn=contexts))
 
 
-def forget(decoder: nn.Module) -> None:
-    """Takes away what an earlier call set: a limit of memory, and that layers keep attention again."""
-    for key, hook in list(decoder._forward_pre_hooks.items()):
-        if isinstance(hook, _Fit):
-            hook.remove()
-        if isinstance(hook, _Fit) or hook is keep_attention:
-            del decoder._forward_pre_hooks[key]
-            decoder._forward_pre_hooks_with_kwargs.pop(key, None)
+@torch.compiler.disable
+def _set(layer: nn.Module, name: str, value: Any) -> None:
+    patching.of(layer, "kept").replace(name, value)
 
 
 def _fits(decoder: nn.Module) -> list[_Fit]:
-    return [hook for hook in decoder._forward_pre_hooks.values() if isinstance(hook, _Fit)]
+    return [decoder.__dict__[FIT]] if FIT in decoder.__dict__ else []
 
 
 def _refuse_memory(memory: float, device: torch.device) -> None:
@@ -227,23 +225,17 @@ class _Fit:
         self.levels = [RECOMPUTED] * len(self.layers)
         self.products = 0  # in the forward of a layer
         self.last_is_read = True  # whether a backward reads the last product's result
-        self.own = [layer._gradient_checkpointing_func for layer in self.layers]
-        handles = [layer.register_forward_pre_hook(self._mark) for layer in self.layers]
-        self.handles = [*handles, self.layers[-1].register_forward_hook(self._end)]
-
-    def remove(self) -> None:
-        for layer, own in zip(self.layers, self.own, strict=True):
-            layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, own
-        for handle in self.handles:
-            handle.remove()
+        for layer in self.layers:
+            patching.of(layer, "kept").before(self._mark)
+        patching.of(self.layers[-1], "kept").behind(self._end)
 
     def set_levels(self, levels: list[int]) -> None:
         """Sets what each layer keeps."""
         self.levels = levels
         for layer, level in zip(self.layers, levels, strict=True):
-            layer.gradient_checkpointing = level != LEFT_OUT
             contexts = partial(self._contexts, level)
-            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, context_fn=contexts)
+            _set(layer, "gradient_checkpointing", level != LEFT_OUT)
+            _set(layer, "_gradient_checkpointing_func", partial(checkpoint, use_reentrant=False, context_fn=contexts))
 
     def _contexts(self, level: int) -> Any:
         """Make the contexts of one call of a layer: for its forward and for its recomputation."""

@@ -4,8 +4,8 @@ No module of a model is replaced, unless `fast=True` asks for it. (Functions of 
 recurrent layers; see :mod:`dualkv.integrations.transformers.recurrent`.) `enable` registers one more attention
 implementation and names it in the decoder's config. With a layout this implementation runs :func:`dualkv.attention`.
 Without a layout it runs the implementation that was there before. The registered name contains the name of that
-implementation (`dualkv|sdpa`), so copies of a model, several models in one process and pickles need no other record. A
-saved config names no implementation.
+implementation (`dualkv|sdpa`). A saved config names no implementation. Hooks and notes are made by
+:mod:`dualkv.integrations.patching`, whose records copies and pickles of a model contain.
 
 A forward pre-hook on the decoder checks each call once, before the first layer. transformers makes no [T, T] mask: its
 mask functions say which keys each layer sees (:mod:`dualkv.integrations.transformers.masks`).
@@ -27,6 +27,8 @@ from transformers.modeling_utils import AttentionInterface
 from dualkv.arrays import check_bool, check_model
 from dualkv.branches import Branch
 from dualkv.data.rows import forgotten_layout
+from dualkv.integrations import patching
+from dualkv.integrations.patching import PREFIX, stock_attention
 from dualkv.integrations.transformers import (
     adapters,
     checkpointing,
@@ -49,16 +51,6 @@ from dualkv.segments import OP_TAGS, segments_of
 from dualkv.sequence_parallel import Shard
 
 Model = TypeVar("Model", bound=nn.Module)
-
-# Prefixes of the registered names, by `deterministic`. The name of the model's own implementation follows, because
-# transformers looks for parts of that name ("flash" decides how masks and caches are made).
-PREFIX = {False: "dualkv|", True: "dualkv-deterministic|"}
-
-
-def _base(config: Any) -> str | None:
-    """The model's own implementation if `config` names a registered one of this module, else None."""
-    name = config._attn_implementation or ""
-    return next((name.removeprefix(prefix) for prefix in PREFIX.values() if name.startswith(prefix)), None)
 
 
 # ---------------------------------------------------------------- a call with a layout
@@ -162,12 +154,12 @@ def _enter_decoder(
     _check_layout(layout)
     selfcheck.refuse_unproved(module, layout)
     name = type(module).__name__
-    if type(module) not in recurrent.INSTALLED:  # an unpickled model, before any `enable` of this process
+    if type(module) not in patching.PREPARED:  # an unpickled model, before any `enable` of this process
         recurrent.install(module)
     if not isinstance(layout, Placed):  # otherwise the inputs are those of a model that runs images
         media.refuse(module, kwargs)
         media.refuse_unplaced(module, kwargs)
-    if _base(module.config) is None:
+    if stock_attention(module.config) is None:
         raise ValueError(
             f"{name} was set to {module.config._attn_implementation!r} after dualkv was enabled: enable the model again"
         )
@@ -312,30 +304,18 @@ def _keep_layout(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         )
     for part in module.children():
         if layers.route(type(part)) is not None:
-            cast(Any, part).dualkv_layout = kwargs.get("dualkv")
+            patching.hand(part, kwargs.get("dualkv"))
 
 
 def _take_layout(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Forward pre-hook of attention in such a layer."""
-    layout = getattr(module, "dualkv_layout", None)
+    layout = module.dualkv_layout
     if layout is None:
         return None
-    cast(Any, module).dualkv_layout = None
+    patching.hand(module, None)
     return args, {**kwargs, "dualkv": layout}
-
-
-HOOKS = (
-    _enter_decoder,
-    _enter_head,
-    _enter_outermost,
-    _keep_layout,
-    _take_layout,
-    indexers.select_nothing,
-    recurrent.enter,
-    rotary.hand_layout,
-)
 
 
 # ---------------------------------------------------------------- the registered implementations
@@ -408,8 +388,7 @@ def _register(base: str, deterministic: bool) -> str:
             return masks.answer(**kwargs)
         return None if make is None else make(attention_mask=attention_mask, **kwargs)
 
-    forward._of_dualkv = True  # type: ignore[attr-defined]
-    AttentionInterface.register(name, forward)
+    AttentionInterface.register(name, patching.marked(forward))
     AttentionMaskInterface.register(name, mask)
     return name
 
@@ -494,53 +473,40 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True, fas
     for decoder in inner:
         recurrent.install(decoder)
         for _, mixer in recurrent.mixers(decoder):
-            mixer.register_forward_pre_hook(recurrent.enter, with_kwargs=True)
+            patching.of(mixer).before(recurrent.enter)
     for config in _configs(model):
-        config._attn_implementation = {"": _register(config._attn_implementation, deterministic)}
+        patching.name_attention(config, _register(config._attn_implementation, deterministic))
     for name, module, _ in layers.decoder_layers(model):
         layer = model.get_submodule(name.rpartition(".")[0])
         if layers.drops_arguments(type(layer)):
-            layer.register_forward_pre_hook(_keep_layout, with_kwargs=True)
-            module.register_forward_pre_hook(_take_layout, with_kwargs=True)
+            patching.of(layer).before(_keep_layout)
+            patching.of(module).replace(patching.LAYOUT, None)
+            patching.of(module).before(_take_layout)
         if (indexer := indexers.of_layer(module)) is not None:
-            indexer.register_forward_pre_hook(indexers.select_nothing, with_kwargs=True)
+            patching.of(indexer).before(indexers.select_nothing)
     rotary.enable(model)  # behind the hook that hands attention its layout, before the decoder's, which unpacks it
     within: set[nn.Module] = set()  # the heads so far; a module comes before its parts
     for module in model.modules():
         if module in inner:
-            module.register_forward_pre_hook(_enter_decoder, with_kwargs=True)
+            patching.of(module).before(_enter_decoder)
         elif isinstance(module, PreTrainedModel) and any(part in inner for part in module.modules()):
-            module.register_forward_pre_hook(_enter_head if module in within else _enter_outermost, with_kwargs=True)
+            patching.of(module).before(_enter_head if module in within else _enter_outermost)
             within.update(module.modules())
     heads.known(model)
     if fast:
         fused.fuse(model)
         recompute_layers(model, "attention", memory=checkpointing.most(model))
         for decoder in inner:
-            decoder.register_forward_pre_hook(checkpointing.keep_attention, with_kwargs=True)
+            patching.of(decoder, "kept").before(checkpointing.keep_attention)
     return model
 
 
 def disable(model: Model) -> Model:
     """Undoes :func:`enable`; a model that was not enabled does not change. Returns the same model."""
     check_model(model)
-    for config in _configs(model):
-        base = _base(config)
-        if base is not None:
-            config._attn_implementation = {"": base}
-    for decoder in layers.decoders(model):
-        for note in (adapters.SEEN, selfcheck.ASKED):
-            vars(decoder).pop(note, None)
     if fused.is_fused(model):
-        fused.unfuse(model)
-        for decoder in layers.decoders(model):
-            checkpointing.forget(decoder)
-    for module in model.modules():
-        for key, hook in list(module._forward_pre_hooks.items()):
-            if hook in HOOKS:
-                del module._forward_pre_hooks[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
-    rotary.disable(model)
+        patching.undo(model, "fast", "kept")
+    patching.undo(model, "enable")
     return model
 
 
@@ -561,14 +527,14 @@ def suspended(model: nn.Module) -> Iterator[None]:
     check_model(model)
     names = [(config, config._attn_implementation) for config in _configs(model)]
     was_fused = fused.is_fused(model)
-    fused.unfuse(model)
+    patching.undo(model, "fast")
     try:
         for config, name in names:
-            config._attn_implementation = {"": _base(config) or name}
+            patching.name_attention(config, stock_attention(config) or name)
         yield
     finally:
         for config, name in names:
-            config._attn_implementation = {"": name}
+            patching.name_attention(config, name)
         if was_fused:
             fused.fuse(model)
 

@@ -13,7 +13,7 @@ routes of packed rows by :func:`routes_of_rows`, and :func:`replay_routes` makes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
@@ -27,6 +27,7 @@ from dualkv.arrays import IntArray, check_model
 from dualkv.data import counts
 from dualkv.data.counts import Batch
 from dualkv.data.rows import first_of_rows
+from dualkv.integrations.patching import Changes
 from dualkv.layout import Layout
 
 Count = Literal["rollouts", "rows"]
@@ -174,17 +175,12 @@ def replay_routes(model: nn.Module, routes: torch.Tensor) -> Iterator[None]:
     found = routers(model)
     if routes.dim() != 3 or len(routes) != len(found):
         raise ValueError(f"routes has shape {tuple(routes.shape)}, expected [{len(found)}, T, k]: one for each router")
-    replaced = []
-    try:
+    with ExitStack() as undone:
         for (name, module), own in zip(found, routes, strict=True):
             if "forward" in vars(module):
                 raise ValueError(f"{name} has a forward of its own: its routes cannot be replayed")
-            cast(Any, module).forward = _replayed(name, module.forward, own)
-            replaced.append(module)
+            undone.enter_context(Changes(module)).replace("forward", _replayed(name, module.forward, own))
         yield
-    finally:
-        for module in replaced:
-            del module.forward
 
 
 def _replayed(name: str, own: Callable[..., Any], routes: torch.Tensor) -> Callable[..., Any]:

@@ -6,22 +6,23 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, wraps
-from types import CellType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 from codegen import packages
+from dualkv.integrations import patching
 from dualkv.integrations.transformers import layers
 
 ROTARY = "apply_rotary_pos_emb"
-_CHANGES = "_dualkv_fused"  # attribute of a fused decoder: of each changed module what was added, and what was before
+FUSED = "dualkv_fused"  # attribute of a fused decoder
 
 
 def is_fused(model: nn.Module) -> bool:
     """Whether :func:`fuse` has changed the model."""
-    return any(_CHANGES in vars(decoder) for decoder in layers.decoders(model))
+    return any(FUSED in vars(decoder) for decoder in layers.decoders(model))
 
 
 def fuse(model: nn.Module) -> None:
@@ -29,37 +30,19 @@ def fuse(model: nn.Module) -> None:
 
     They are Liger's where `liger_kernel` is installed, knows the model's type and the model is on a GPU. Otherwise
     norms, gated MLPs and the rotary embedding go through `torch.compile`, each by itself. Other models of the process
-    do not change.
+    do not change. The part "fast" of :func:`dualkv.integrations.patching.undo` is what this function does.
     """
-    unfuse(model)
+    patching.undo(model, "fast")
     for decoder in layers.decoders(model):
         file = sys.modules[type(decoder).__module__]
-        names, before = dict(vars(file)), {name: dict(vars(m)) for name, m in decoder.named_modules()}
-        if _by_liger(model, decoder):
-            rotary = vars(file).get(ROTARY)
-            vars(file).update(names)  # Liger replaces functions and classes of all models
-            _set_rotary(decoder, rotary)
-        else:
+        # Liger replaces functions and classes of all models.
+        with patching.Changes(file) as names, names.watched(), patching.watched(decoder, "fast"):
+            by_liger = _by_liger(model, decoder)
+            rotary = vars(file).get(ROTARY) if by_liger else None
+        if not by_liger:
             _compile(_pieces(decoder))
-            _set_rotary(decoder)
-        changes = {}
-        for name, module in decoder.named_modules():
-            now, was = vars(module), before[name]
-            changed = {key: value for key, value in was.items() if now[key] is not value}
-            if changed or now.keys() != was.keys():
-                changes[name] = {key: now[key] for key in now.keys() - was.keys()}, changed
-        vars(decoder)[_CHANGES] = changes
-
-
-def unfuse(model: nn.Module) -> None:
-    """Undoes :func:`fuse`."""
-    for decoder in layers.decoders(model):
-        for name, (added, changed) in vars(decoder).pop(_CHANGES, {}).items():
-            attributes = vars(decoder.get_submodule(name))
-            for key, value in added.items():
-                if attributes.get(key) is value:  # else of another's, such as Accelerate's hooks
-                    del attributes[key]
-            attributes.update(changed)
+        _set_rotary(decoder, rotary)
+        patching.of(decoder, "fast").replace(FUSED, True)
 
 
 def _by_liger(model: nn.Module, decoder: nn.Module) -> bool:
@@ -87,7 +70,7 @@ def _compile(modules: Iterable[nn.Module]) -> None:
         forward = type(module).forward
         if "forward" not in vars(module) and isinstance(forward, FunctionType):
             sizes = tuple(p.shape for p in module.parameters())
-            vars(module)["forward"] = MethodType(compiled(forward, sizes), module)
+            patching.of(module, "fast").replace("forward", MethodType(compiled(forward, sizes), module))
 
 
 def _by_form(function: Callable[..., Any], sizes: tuple[torch.Size, ...] = ()) -> Callable[..., Any]:
@@ -105,21 +88,9 @@ def _by_form(function: Callable[..., Any], sizes: tuple[torch.Size, ...] = ()) -
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
         form = torch.is_grad_enabled(), *((x.requires_grad, *(min(n, 2) for n in x.shape)) for x in tensors)
         if form not in forms:
-            forms[form] = torch.compile(_own(function, sizes, form), dynamic=True)
+            forms[form] = torch.compile(patching.with_own_code(function, sizes, form), dynamic=True)
         return forms[form](*args, **kwargs)
 
-    return call
-
-
-@cache
-def _own(function: Callable[..., Any], sizes: tuple[torch.Size, ...], form: tuple[Any, ...]) -> Callable[..., Any]:
-    """Wrap the function in a code object of its own for a form. PyTorch keeps what it has compiled of a code object for
-    good, so all models share the wrapper, and so does a model that is fused again."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    call.__code__ = call.__code__.replace()
     return call
 
 
@@ -140,30 +111,8 @@ def _set_rotary(decoder: nn.Module, rotary: Any = None) -> None:
         names = dict(inner.__globals__)
         names[ROTARY] = rotary or compiled(names[ROTARY])
         del names["__name__"]  # a model that is compiled as a whole would look in the file instead
-        if (own := _with_names(forward, names)) is not None:
-            vars(module)["forward"] = MethodType(own, module)
-
-
-def _with_names(function: Any, names: dict[str, Any]) -> FunctionType | None:
-    """A function with other global names. Decorators around it are kept: transformers has some that rename arguments.
-    None if one of them is no closure over what it decorates."""
-    if not isinstance(function, FunctionType):
-        return None
-    code, name, defaults, closure = (
-        function.__code__, function.__name__, function.__defaults__, function.__closure__
-    )  # fmt: skip
-    inner = getattr(function, "__wrapped__", None)
-    if inner is None:
-        own = FunctionType(code, names, name, defaults, closure)
-    else:
-        changed = _with_names(inner, names)
-        if changed is None or all(cell.cell_contents is not inner for cell in closure or ()):
-            return None
-        cells = tuple(CellType(changed) if cell.cell_contents is inner else cell for cell in closure or ())
-        own = FunctionType(code, function.__globals__, name, defaults, cells)
-        vars(own)["__wrapped__"] = changed
-    own.__kwdefaults__ = function.__kwdefaults__
-    return own
+        if (own := patching.with_globals(forward, names)) is not None:
+            patching.of(module, "fast").replace("forward", MethodType(own, module))
 
 
 def _pieces(decoder: nn.Module) -> Iterator[nn.Module]:

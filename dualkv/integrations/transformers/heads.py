@@ -14,6 +14,7 @@ import json
 import re
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -26,6 +27,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from dualkv.arrays import check_model
 from dualkv.heads import INSTEAD, KNOWN, Head, Rows, check_whole
+from dualkv.integrations.patching import Changes
 from dualkv.integrations.transformers import layers, recurrent, selfcheck
 from dualkv.integrations.transformers.shrink import HIDDEN, shrink
 
@@ -479,16 +481,14 @@ def _run(model: PreTrainedModel, module: nn.Module, factor: float) -> Seen:
             seen.modules[name] = given[0], out
         return out * factor if part is module else None
 
-    hooks = [base.register_forward_hook(keep_hidden) for base in bases]
-    outside = [(name, part) for name, part in model.named_modules() if id(part) not in inside]
-    hooks += [part.register_forward_hook(partial(keep, name), with_kwargs=True) for name, part in outside]
-    try:
-        vocabulary = cast(Any, model.get_input_embeddings()).num_embeddings
-        draw = torch.Generator().manual_seed(1)
-        ids = torch.randint(vocabulary // 16, vocabulary // 2, (1, 9), generator=draw).to(model.device)
-        with recurrent.on_reference(model):
-            seen.logits = model(input_ids=ids, use_cache=False).logits
-    finally:
-        for hook in hooks:
-            hook.remove()
+    vocabulary = cast(Any, model.get_input_embeddings()).num_embeddings
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(vocabulary // 16, vocabulary // 2, (1, 9), generator=draw).to(model.device)
+    with ExitStack() as undone, recurrent.on_reference(model):
+        for base in bases:
+            undone.enter_context(Changes(base)).behind(keep_hidden)
+        for name, part in model.named_modules():
+            if id(part) not in inside:
+                undone.enter_context(Changes(part)).behind(partial(keep, name), with_kwargs=True)
+        seen.logits = model(input_ids=ids, use_cache=False).logits
     return seen

@@ -12,7 +12,7 @@ Rows that sequences share have one factor. Where their sequences need several, t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch import nn
 
 from dualkv.arrays import IntArray
 from dualkv.branches import Branch
+from dualkv.integrations import patching
 from dualkv.integrations.transformers import layers
 from dualkv.integrations.transformers.media import Placed
 from dualkv.layout import Layout
@@ -111,22 +112,12 @@ def notes(model: nn.Module) -> list[str]:
 def enable(model: nn.Module) -> None:
     """Registers the hooks on rotary embeddings and on the modules that call them."""
     for module in embeddings(model):
-        cast(Any, module).dualkv_layout = None
-        module.register_forward_hook(of_own_sequences, with_kwargs=True)
+        patching.of(module).replace(patching.LAYOUT, None)
+        patching.of(module).behind(of_own_sequences, with_kwargs=True)
     for module in model.modules():
         if not isinstance(module, nn.ModuleList) and any(True for _ in _held(module)):
-            module.register_forward_pre_hook(hand_layout, with_kwargs=True)
-            module.register_forward_hook(take_layout_back)
-
-
-def disable(model: nn.Module) -> None:
-    """Removes what :func:`enable` made, but for the pre-hook."""
-    for module in model.modules():
-        for key, hook in list(module._forward_hooks.items()):
-            if hook in (of_own_sequences, take_layout_back):
-                del module._forward_hooks[key]
-                module._forward_hooks_with_kwargs.pop(key, None)
-                vars(module).pop("dualkv_layout", None)
+            patching.of(module).before(hand_layout)
+            patching.of(module).behind(take_layout_back)
 
 
 def _held(module: nn.Module) -> Iterator[nn.Module]:
@@ -134,20 +125,20 @@ def _held(module: nn.Module) -> Iterator[nn.Module]:
     for part in module.children():
         if isinstance(part, nn.ModuleList):
             yield from _held(part)
-        elif hasattr(part, "rope_type") and hasattr(part, "dualkv_layout"):
+        elif hasattr(part, "rope_type") and hasattr(part, patching.LAYOUT):
             yield part
 
 
 def hand_layout(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of what calls rotary embeddings, a decoder or each of its layers: they find the layout."""
     for part in _held(module):
-        cast(Any, part).dualkv_layout = kwargs.get("dualkv")
+        patching.hand(part, kwargs.get("dualkv"))
 
 
 def take_layout_back(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """Forward hook of the same modules."""
     for part in _held(module):
-        cast(Any, part).dualkv_layout = None
+        patching.hand(part, None)
 
 
 def of_own_sequences(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

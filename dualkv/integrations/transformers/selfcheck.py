@@ -25,6 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from dualkv.branches import Branch, walk
 from dualkv.data.trees import PackedSequences
 from dualkv.draws import Draws, Shape
+from dualkv.integrations import patching
 from dualkv.integrations.transformers import adapters, checkpointing, layers, recurrent, rotary
 from dualkv.integrations.transformers.shrink import shrink
 from dualkv.integrations.transformers.traced import where_traced
@@ -83,7 +84,7 @@ def ask_later(decoder: PreTrainedModel, small: Sequence[Any], enable: Callable[.
         decoder: notes what :func:`refuse_unproved` reads.
         small, enable: as for :func:`check`.
     """
-    vars(decoder)[ASKED] = tuple(small), enable, ("evaluation",)
+    patching.of(decoder).replace(ASKED, (tuple(small), enable, ("evaluation",)))
 
 
 def refuse_unproved(decoder: PreTrainedModel, layout: Any) -> None:
@@ -111,7 +112,7 @@ def _verdict_of_call(decoder: nn.Module, stage: Stage) -> str | None:
     small, enable, asked = vars(decoder)[ASKED]
     verdict = verdict_of(_class(decoder), decoder.config, enable, small, stage)
     if verdict is None:
-        vars(decoder)[ASKED] = small, enable, (*asked, stage)
+        patching.of(decoder).replace(ASKED, (small, enable, (*asked, stage)))
     return verdict
 
 
@@ -399,7 +400,7 @@ def _copy(cls: type[Any], config: PreTrainedConfig) -> PreTrainedModel:
     """A model on the CPU in fp32, with random weights that make attention and positions matter."""
     config.dtype = torch.float32
     config._attn_implementation = "eager"
-    with recurrent.without_libraries(vars(sys.modules[cls.__module__])):
+    with recurrent.without_libraries(sys.modules[cls.__module__]):
         model: PreTrainedModel = cls(config).eval()
     randomize(model, seed=0)
     return model

@@ -10,6 +10,7 @@ from torch import nn
 from dualkv.arrays import check_model
 from dualkv.data.packing import PackedBatch
 from dualkv.data.trees import PackedSequences
+from dualkv.integrations.patching import Changes
 from dualkv.integrations.transformers import heads
 from dualkv.logprobs import response_logprobs
 
@@ -57,7 +58,7 @@ def logprobs(
         raise ValueError(f"{wrong[0]} is given, expected only inputs that the batch and log-probs leave open")
     outermost = _without_wrappers(model)
     module, head_of = heads.within(model)
-    own_forward, was = module.forward, vars(module).get("forward")
+    own_forward = module.forward
     found: list[torch.Tensor] = []
 
     def forward(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
@@ -77,16 +78,11 @@ def logprobs(
             raise ValueError(f"{type(outermost).__name__} called its head's module {len(found)} times, expected once")
         return found[0]
 
-    hooks = [module.register_forward_hook(keep), outermost.register_forward_hook(result, prepend=True)]
-    vars(module)["forward"] = forward
-    try:
+    with Changes(module) as of_head, Changes(outermost) as of_model:
+        of_head.behind(keep)
+        of_head.replace("forward", forward)
+        of_model.behind(result, first=True)
         made = model(input_ids=batch.input_ids, dualkv=batch.layout, **inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        del vars(module)["forward"]
-        if was is not None:
-            vars(module)["forward"] = was
     logp, entropy = made[0].unbind(-1)
     return logp, entropy
 

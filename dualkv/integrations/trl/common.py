@@ -15,6 +15,7 @@ from dualkv.arrays import check_gib
 from dualkv.data.gain import MIN_SHARED, pays_over
 from dualkv.data.packing import PackedBatch, pack_padded
 from dualkv.data.trees import PackedSequences, pack_tree
+from dualkv.integrations.patching import Changes
 from dualkv.integrations.transformers import adapters, enable, layers, recompute_layers, support
 from dualkv.integrations.transformers.experts import load_balancing_loss
 from dualkv.prefixes import PrefixTree, read_sequences
@@ -150,9 +151,7 @@ def call(
         return model(**inputs, fused_lm_head=True), None
     found: list[Any] = []
     decoder = cast(Any, plain).get_decoder()
-    hook = decoder.register_forward_hook(lambda _module, _args, out: found.append(out.router_logits))
-    try:
+    with Changes(decoder) as watched:
+        watched.behind(lambda _module, _args, out: found.append(out.router_logits))
         outputs = model(**inputs, fused_lm_head=True, output_router_logits=True)
-    finally:
-        hook.remove()
     return outputs, load_balancing_loss(plain, found[0], batch)

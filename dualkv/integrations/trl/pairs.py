@@ -22,6 +22,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 from dualkv.data.gain import MIN_SHARED
 from dualkv.data.packing import IGNORED
 from dualkv.data.trees import pack_sequences
+from dualkv.integrations import patching
 from dualkv.integrations.metrics import count_rows
 from dualkv.integrations.transformers import support
 from dualkv.integrations.trl import probe
@@ -139,7 +140,7 @@ def pack_head(model: Any, trainer: Any) -> None:
             return fused(*args, **kwargs)
         return _packed_head(self, fused, trainer, **kwargs)
 
-    model.forward = types.MethodType(forward, model)
+    patching.of(model, "trainer").replace("forward", types.MethodType(forward, model))
 
 
 def _packed_head(
@@ -209,7 +210,7 @@ def pack_score(model: Any, trainer: Any, fast: bool = False, memory: float | Non
         _refuse_others(others)
         return _packed_score(self, trainer, input_ids, attention_mask)
 
-    model.forward = types.MethodType(forward, model)
+    patching.of(model, "trainer").replace("forward", types.MethodType(forward, model))
 
 
 def _packed_score(

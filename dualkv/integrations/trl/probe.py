@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from codegen.surface import irreplaceable, unfit
+from dualkv.integrations.patching import Changes
 from dualkv.integrations.transformers import enable, selfcheck
 
 TOLERANCE = 0.1  # nats: autocast to bf16 makes a tenth of it, log-probs of a neighbouring token differ by 1 and more
@@ -75,12 +76,9 @@ def of_groups(trainer: Any, theirs: Any, ours: Any) -> None:
         enable(model, check=False)
         return expected, values(ours._get_per_token_logps_and_entropies)
 
-    metrics = trainer._metrics
-    trainer._metrics = defaultdict(lambda: defaultdict(list))
-    try:
+    with Changes(trainer) as changes:
+        changes.replace("_metrics", defaultdict(lambda: defaultdict(list)))
         refuse_unequal(type(trainer), compute)
-    finally:
-        trainer._metrics = metrics
 
 
 def of_pairs(trainer: Any, pack_head: Callable[[Any, Any], None]) -> None:

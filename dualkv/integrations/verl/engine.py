@@ -29,7 +29,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import postprocess_batch_func
 
 from dualkv.canary import Compared
-from dualkv.integrations import transformers
+from dualkv.integrations import patching, transformers
 from dualkv.integrations.transformers import adapters, fused, heads, layers, media, recurrent, support
 from dualkv.integrations.transformers.media import Placed
 from dualkv.integrations.verl import canary
@@ -108,8 +108,9 @@ class DualKVEngine(PacksBatches, FSDPEngineWithLMHead):
         # The hook passes the layout as a keyword argument, because checkpointing replays the keyword arguments of the
         # decoder's layers and no other state of a hook, and because fused heads pass none on to the decoder. It runs
         # before the checks of `enable` (prepend).
-        decoder.register_forward_pre_hook(self._enter_decoder, with_kwargs=True, prepend=True)
-        decoder.register_forward_hook(self._leave_decoder)
+        changes = patching.of(decoder, "engine")
+        changes.before(self._enter_decoder, first=True)
+        changes.behind(self._leave_decoder)
         options = self.model_config.fused_kernel_options or {}
         fast = bool(options.get(FAST, False))
         if fast and not self.model_config.use_liger:  # else veRL has put Liger's kernels in place
@@ -354,11 +355,11 @@ def restore_attention() -> None:
     they keep apart.
     """
     for cls, forward in OWN_ATTENTION.items():
-        cls.forward = forward
+        patching.of(cls).replace("forward", forward)
     layer: Any
     for layer, own in OWN_LAYERS.items():
         if inspect.unwrap(layer.forward) is not inspect.unwrap(own):
-            layer.forward = _packed_by(own, layer.forward)
+            patching.of(layer).replace("forward", _packed_by(own, layer.forward))
 
 
 def _packed_by(own: Callable[..., Any], of_verl: Callable[..., Any]) -> Callable[..., Any]:

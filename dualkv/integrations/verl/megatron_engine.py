@@ -37,7 +37,7 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHe
 from verl.workers.engine.utils import postprocess_batch_func
 
 from dualkv.data.trees import PackedSequences
-from dualkv.integrations import megatron
+from dualkv.integrations import megatron, patching
 from dualkv.integrations.megatron.configs import counted, refuse
 from dualkv.integrations.verl import canary, routes
 from dualkv.integrations.verl.batches import MODEL_TYPE, HeadRows, PacksBatches, packed_parts, temperatures
@@ -104,7 +104,7 @@ class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
                     f"the model is a {type(gpt).__name__}, expected megatron-core's GPTModel, of text alone"
                 )
             if gpt.post_process:
-                gpt.decoder.register_forward_hook(self._leave_decoder)
+                patching.of(gpt.decoder, "engine").behind(self._leave_decoder)
         return modules
 
     def _leave_decoder(self, _module: nn.Module, _args: Any, hidden: torch.Tensor) -> torch.Tensor:

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 import dualkv
 from dualkv.integrations.megatron import PackedGroups, disable, enable
+from tests.integrations import states
 from tests.integrations.megatron import cpu
 from tests.integrations.megatron.ranks import COUNT, SCENARIOS
 from tests.integrations.megatron.updates import (
@@ -99,13 +98,15 @@ def test_a_built_model() -> None:
     keys = list(model.state_dict())
     packed, replicated = rollouts()
     stock = update([model], replicated)
+    before, files = states.of_model(model), states.of_files(r"megatron\.core\..+")
     assert enable(enable(model)) is model
     assert list(model.state_dict()) == keys
     check(difference(update([model], packed), stock))
     assert difference(update([model], replicated), stock) == (0, 0)
+    assert "decoder.layers.1.self_attention: class" in states.differences(before, states.of_model(model))
     assert disable(model) is model
-    attention = model.decoder.layers[1].self_attention
-    assert (type(attention), type(attention.core_attention)) == (SelfAttention, DotProductAttention)
+    assert states.differences(before, states.of_model(model)) == []
+    assert states.differences(files, states.of_files(r"megatron\.core\..+")) == []
 
 
 @pytest.mark.parametrize("lens", [(5, [3, 1]), (5, [])], ids=["group", "prompt"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,11 +76,11 @@ class Qwen3NextGatedDeltaNet:
 
 def test_small_copies_are_built_without_libraries() -> None:
     """A norm of flash-linear-attention cannot be built without a GPU, and does not run on the CPU."""
-    names = {"Qwen3NextGatedDeltaNet": Qwen3NextGatedDeltaNet, "FusedRMSNormGated": object, "other": 1}
-    with earlier.without_libraries(names):
-        assert names["FusedRMSNormGated"] is None
-        assert "chunk_gated_delta_rule" not in names
-    assert names["FusedRMSNormGated"] is object
-    newer = {"FusedRMSNormGated": object}
+    file = SimpleNamespace(Qwen3NextGatedDeltaNet=Qwen3NextGatedDeltaNet, FusedRMSNormGated=object, other=1)
+    with earlier.without_libraries(file):
+        assert file.FusedRMSNormGated is None
+        assert not hasattr(file, "chunk_gated_delta_rule")
+    assert file.FusedRMSNormGated is object
+    newer = SimpleNamespace(FusedRMSNormGated=object)
     with earlier.without_libraries(newer):
-        assert newer["FusedRMSNormGated"] is object
+        assert newer.FusedRMSNormGated is object

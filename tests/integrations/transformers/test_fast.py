@@ -14,6 +14,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+from dualkv.integrations import patching
 from dualkv.integrations.transformers import checkpointing, disable, enable, fused, recompute_layers, suspended
 from tests.dispatched import Dispatched
 from tests.integrations.tiny import LAYOUT, make_featured, make_model, token_ids
@@ -247,9 +248,9 @@ def test_decorators_of_a_forward_stay() -> None:
     def forward(x: int, *, cache: int = 0) -> Any:
         return copy.copy((x, cache))
 
-    assert fused._with_names(partial(forward), {}) is None
-    assert fused._with_names(wraps(forward)(lambda *given: given), {}) is None
-    own = fused._with_names(forward, {"copy": type("", (), {"copy": list})})
+    assert patching.with_globals(partial(forward), {}) is None
+    assert patching.with_globals(wraps(forward)(lambda *given: given), {}) is None
+    own = patching.with_globals(forward, {"copy": type("", (), {"copy": list})})
     assert own is not None
     assert (own(1, past_key_values=2), own(1, cache_params=3), own(4)) == ([1, 2], [1, 3], [4, 0])
     assert (forward(1, past_key_values=2), inspect.unwrap(own).__kwdefaults__) == ((1, 2), {"cache": 0})
@@ -283,7 +284,7 @@ def test_layers_keep_attention_again_until_something_else_is_asked_for(monkeypat
 @pytest.fixture
 def nothing_compiled() -> None:
     torch.compiler.reset()
-    fused._own.cache_clear()
+    patching.with_own_code.cache_clear()
 
 
 @pytest.mark.usefixtures("nothing_compiled")
@@ -405,7 +406,7 @@ def test_ligers_rotary_embedding_is_that_of_one_model(monkeypatch: pytest.Monkey
     assert rotaries(other) == [rotary] * 2
     assert checkpointing._overwritten_products(model) is not None
     assert checkpointing._overwritten_products(other) is None
-    fused.unfuse(model)
+    patching.undo(model, "fast")
     assert rotaries(model) == [rotary] * 2
 
 

@@ -7,7 +7,6 @@ chooses flash-linear-attention's kernels, and :mod:`.walked` keeps what parts of
 
 from dualkv.integrations.transformers.recurrent.earlier import CACHES, without_libraries
 from dualkv.integrations.transformers.recurrent.seams import (
-    INSTALLED,
     LAYER_TYPES,
     install,
     install_in,
@@ -20,7 +19,6 @@ from dualkv.integrations.transformers.recurrent.walked import enter
 
 __all__ = [
     "CACHES",
-    "INSTALLED",
     "LAYER_TYPES",
     "enter",
     "install",

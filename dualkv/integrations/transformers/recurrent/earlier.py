@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any
 
@@ -23,6 +23,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from dualkv.branches import Branch
+from dualkv.integrations import patching
+from dualkv.integrations.patching import Changes
 from dualkv.integrations.transformers.recurrent.walked import Walked
 
 Tensor = torch.Tensor
@@ -45,7 +47,6 @@ SILENT = {
     "Lfm2ShortConv": {"Lfm2DecoderLayer": "Lfm2ShortConv"},
     "Lfm2MoeShortConv": {"Lfm2MoeDecoderLayer": "Lfm2MoeShortConv"},
 }
-HELD = "dualkv_held"  # the attribute of such a part that has the layout while the module around it runs
 
 # What gated delta nets take from libraries, by names of their modeling file; None where these are not installed.
 LIBRARIES = ("FusedRMSNormGated", CONV, "causal_conv1d_update", DELTA, "fused_recurrent_gated_delta_rule")
@@ -80,7 +81,7 @@ def replaced(own: Forward, packed: Forward) -> Forward:
 
     @wraps(own)
     def forward(layer: Any, hidden_states: Tensor, *args: Any, dualkv: Any = None, **kwargs: Any) -> Any:
-        layout = getattr(layer, HELD, None) if dualkv is None else dualkv
+        layout = getattr(layer, patching.LAYOUT, None) if dualkv is None else dualkv
         if layout is None:
             return own(layer, hidden_states, *args, **kwargs)
         if isinstance(layout, Branch):  # one that the hook before this layer did not see
@@ -93,9 +94,9 @@ def replaced(own: Forward, packed: Forward) -> Forward:
 def speak(names: dict[str, Any], mixer: str) -> None:
     """Lets layouts come to the recurrent layers of class `mixer`, past the silent modules of a modeling file."""
     for around, part in SILENT.get(mixer, {}).items():  # Bamba's and Granite's speak
-        names[around].forward = _holding(names[around].forward, part)
+        patching.of(names[around]).replace("forward", _holding(names[around].forward, part))
         if part != mixer:
-            names[part].__call__ = _taking(names[part].__call__)
+            patching.of(names[part]).replace("__call__", _taking(names[part].__call__))
 
 
 def _holding(own: Forward, part: str) -> Forward:
@@ -111,12 +112,12 @@ def _holding(own: Forward, part: str) -> Forward:
             return own(around, *args, **kwargs)
         found = [m for m in around.modules() if any(c.__name__ == part for c in type(m).__mro__)]
         for module in found:
-            setattr(module, HELD, layout)
+            patching.hand(module, layout)
         try:
             return own(around, *args, **kwargs)
         finally:
             for module in found:
-                delattr(module, HELD)
+                patching.take_back(module)
 
     return forward
 
@@ -126,26 +127,26 @@ def _taking(own: Forward) -> Forward:
 
     @wraps(own)
     def call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        layout = getattr(layer, HELD, None)
+        layout = getattr(layer, patching.LAYOUT, None)
         return own(layer, *args, **kwargs if layout is None else {**kwargs, "dualkv": layout})
 
     return call
 
 
 @contextmanager
-def without_libraries(names: dict[str, Any]) -> Iterator[None]:
+def without_libraries(file: Any) -> Iterator[None]:
     """Make gated delta nets that are built in this context compute by PyTorch functions, which run on the CPU too.
 
     Args:
-        names: of the modeling file of the model that is built.
+        file: the module of the model that is built.
     """
+    names = vars(file)
     gated = any(isinstance(x, type) and name in GATED and knows(x) for name, x in names.items())
-    before = {name: names[name] for name in LIBRARIES if name in names} if gated else {}
-    names.update(dict.fromkeys(before))
-    try:
+    with Changes(file) as changes:
+        for name in LIBRARIES if gated else ():
+            if name in names:
+                changes.replace(name, None)
         yield
-    finally:
-        names.update(before)
 
 
 @contextmanager
@@ -155,14 +156,11 @@ def in_one_chunk(mixers: Iterable[nn.Module]) -> Iterator[None]:
     Their PyTorch code adds up the states of chunks over the wrong axis (transformers 5.10), so that rows behind the
     first chunk have wrong results. The code of other families is right, and so is :func:`chunk_scan`.
     """
-    sizes: dict[Any, Any] = {m: m.chunk_size for m in mixers if _is_wrong_behind_a_chunk(type(m))}
-    for mixer in sizes:
-        mixer.chunk_size = 64
-    try:
+    with ExitStack() as undone:
+        for mixer in mixers:
+            if _is_wrong_behind_a_chunk(type(mixer)):
+                undone.enter_context(Changes(mixer)).replace("chunk_size", 64)
         yield
-    finally:
-        for mixer, size in sizes.items():
-            mixer.chunk_size = size
 
 
 def _is_wrong_behind_a_chunk(cls: type[Any]) -> bool:

@@ -23,7 +23,7 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
-from dualkv.integrations import flash_linear_attention
+from dualkv.integrations import flash_linear_attention, patching
 from dualkv.integrations.transformers import masks
 from dualkv.integrations.transformers.recurrent import earlier, kernels
 from dualkv.integrations.transformers.recurrent.ops import convolve, convolve_at_once, padded, scan
@@ -136,7 +136,6 @@ def _looks_recurrent(module: nn.Module) -> bool:
 
 # ---------------------------------------------------------------- installing the functions
 _REFERENCE = [False]  # whether calls without a layout run transformers' PyTorch functions; see on_reference
-INSTALLED: set[type] = set()  # classes of models that `install` has seen; dynamo reads it while it traces
 
 
 def install(model: nn.Module) -> None:
@@ -147,34 +146,29 @@ def install(model: nn.Module) -> None:
             found |= {cls for name, cls in vars(sys.modules[base.__module__]).items() if name in MIXERS}
     for cls in found:
         install_in(cls)
-    INSTALLED.add(type(model))
+    patching.PREPARED.add(type(model))
 
 
 def install_in(cls: type[Any]) -> None:
     """Leads layouts to a class of recurrent layers."""
-    names = vars(sys.modules[cls.__module__])
+    file = sys.modules[cls.__module__]
     if earlier.knows(cls):
-        _install_earlier(cls, names)
+        _install_earlier(cls, vars(file))
         return
     replaced = {seam: WRAPPERS[seam] for seam in MIXERS[cls.__name__]}
     for seam, wrap in (replaced | {"create_recurrent_attention_mask": _mask}).items():
-        if seam in names and not hasattr(names[seam], "_of_dualkv"):
-            names[seam] = _marked(wrap(names[seam]))
-    if not replaced and not hasattr(cls.forward, "_of_dualkv"):
-        cls.forward = _marked(_lightning(cls.forward))
+        if (own := vars(file).get(seam)) is not None and not patching.is_marked(own):
+            patching.of(file).replace(seam, patching.marked(wrap(own)))
+    if not replaced and not patching.is_marked(cls.forward):
+        patching.of(cls).replace("forward", patching.marked(_lightning(cls.forward)))
 
 
 def _install_earlier(cls: type[Any], names: dict[str, Any]) -> None:
-    if hasattr(cls.forward, "_of_dualkv"):
+    if patching.is_marked(cls.forward):
         return
     packed = earlier.packed_forward(cls, _conv(earlier.convolution), WRAPPERS[DELTA], _mamba2(earlier.chunk_scan))
-    cls.forward = _marked(earlier.replaced(cls.forward, packed))
+    patching.of(cls).replace("forward", patching.marked(earlier.replaced(cls.forward, packed)))
     earlier.speak(names, cls.__name__)
-
-
-def _marked(function: Any) -> Any:
-    function._of_dualkv = True
-    return function
 
 
 @contextmanager
