@@ -83,6 +83,11 @@ def route(cls: type[nn.Module]) -> Route | None:
     return _ROUTES[cls]
 
 
+def _code(of: Any) -> Any:
+    """The code of the forward of a module or class, below decorators and hooks."""
+    return getattr(inspect.unwrap(of.forward), "__code__", None)
+
+
 _ARGUMENTS: dict[type, tuple[str, ...]] = {}
 
 
@@ -95,13 +100,13 @@ def arguments(cls: type[nn.Module]) -> tuple[str, ...]:
 
 def makes_masks(cls: type[nn.Module]) -> bool:
     """Whether `cls.forward` makes attention masks, for itself or for a model that it contains."""
-    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    code = _code(cls)
     return code is not None and any(name.startswith("create_") and "mask" in name for name in code.co_names)
 
 
 def numbers_rows(cls: type[nn.Module]) -> bool:
     """Whether `cls.forward` numbers the rows of its input where it gets no position_ids, as a decoder does."""
-    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    code = _code(cls)
     return code is not None and "arange" in code.co_names
 
 
@@ -322,6 +327,11 @@ def objections(model: nn.Module) -> Iterator[str]:
     ) | {name for name, module in model.named_modules() if is_of_images(type(module))}
     for name, module, _ in layers:
         layer = f"{name} ({type(module).__name__})"
+        if _code(module) is not _code(type(module)):
+            yield (
+                f"{layer} has a forward of its own, and a small copy runs that of its class: replace the forward of the"
+                " class"
+            )
         if not is_causal(module):
             yield f"{layer} is not causal self-attention, the only kind that dualkv.attention computes"
         dims = (getattr(module, name, None) for name in ("head_dim", "qk_head_dim", "v_head_dim"))

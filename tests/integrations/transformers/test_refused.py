@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -144,6 +145,18 @@ def test_a_layer_of_another_kind_is_refused() -> None:
 
     model.model.layers[1].self_attn = Mixer()
     with pytest.raises(ValueError, match=r"model\.layers\.1 \(Qwen3DecoderLayer\) has no causal attention that goes"):
+        enable(model)
+
+
+def test_an_attention_layer_with_a_forward_of_its_own_is_refused() -> None:
+    """Its class goes through the registry, the layer need not; a wrapper runs what it wraps."""
+    model = tiny("Qwen3")
+    layer = model.model.layers[1].self_attn
+    own = layer.forward
+    layer.forward = functools.wraps(own)(lambda *args, **kwargs: own(*args, **kwargs))
+    disable(enable(model))
+    layer.forward = lambda hidden_states, **kwargs: (hidden_states, None)
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn \(Qwen3Attention\) has a forward of its own"):
         enable(model)
 
 
