@@ -136,11 +136,11 @@ class Head:
         return logits if self.scale == 1.0 else logits * self.scale
 
 
-def check_tensor(name: str, tensor: object, instead: str = GATHERED) -> None:
+def check_tensor(name: str, tensor: object, instead: str = GATHERED, expected: str = "a floating point tensor") -> None:
     """Raises TypeError for anything but a floating point tensor, and as :func:`check_whole`."""
     if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
         found = tensor.dtype if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
-        raise TypeError(f"{name} must be a floating point tensor, got {found}")
+        raise TypeError(f"{name} must be {expected}, got {found}")
     check_whole(name, tensor, instead)
 
 
@@ -290,7 +290,7 @@ def of_weight(weight: torch.Tensor) -> Head:
     Raises:
         ValueError: the weight is known to be a model's head, and not all of it.
     """
-    check_tensor("head", weight)
+    check_tensor("head", weight, expected="a floating point tensor or a dualkv.Head")
     if weight.dim() != 2:
         raise ValueError(f"head must have two dimensions [V, C], got shape {tuple(weight.shape)}")
     if (refuse := KNOWN.get(weight)) is not None:

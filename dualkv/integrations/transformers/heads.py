@@ -41,6 +41,7 @@ UNPADDED = re.compile(r".*unpadded.*vocab")  # some models leave logits out behi
 TOLERANCE = 1e-4
 LARGE = 1000.0  # a factor of logits that shows any cap
 
+BY_HAND = "dualkv.Head(module=...)"
 GATHER = "torch.distributed.", "deepspeed."  # modules of hooks that gather weights, and change no logits
 
 
@@ -201,8 +202,8 @@ def _owners(model: nn.Module) -> tuple[PreTrainedModel, PreTrainedModel] | None:
 
 def _no_head(model: nn.Module) -> str:
     return (
-        f"{type(model).__name__} is no transformers model with a head that makes logits of tokens, nor a wrapper around"
-        " one: make its dualkv.Head yourself"
+        f"{type(model).__name__} is no transformers model with a head that makes logits of tokens, which its"
+        f" get_output_embeddings returns, nor a wrapper around one: make a {BY_HAND}"
     )
 
 
@@ -346,7 +347,7 @@ def rule_of(cls: type[Any], config: PreTrainedConfig, inner: type[Any] | None = 
         except Exception as error:
             says = " ".join(str(error).split())[:300]
             kind = "" if isinstance(error, UnknownError) else f"its small copy raises {type(error).__name__}: "
-            _RULES[key] = f"the head of {cls.__name__} is not known ({kind}{says}): {INSTEAD}"
+            _RULES[key] = f"the head of {cls.__name__} is not known ({kind}{says}): {INSTEAD}, or make a {BY_HAND}"
     if isinstance(found := _RULES[key], str):
         raise ValueError(found)
     return found
@@ -402,7 +403,9 @@ def _prove(cls: type[Any], config: PreTrainedConfig) -> Rule:
                     choices[number.of(config), cap and _at(config, cap)] = number, cap
     if len(choices) != 1:
         found = "no scale and cap of its configuration makes" if not choices else "several scales and caps would make"
-        raise UnknownError(f"{found} the logits of a small copy")
+        tried = ", ".join(".".join(path) for path in _numbers(config, READ)) or "none"
+        names = ", ".join(each.pattern for each in (CAPS, FACTORS, WIDTHS))
+        raise UnknownError(f"{found} the logits of a small copy: of fields that match {names} it has {tried}")
     return Rule(before, factor, *next(iter(choices.values())))
 
 

@@ -161,10 +161,13 @@ class Failing(tf.Qwen3ForCausalLM):
         raise KeyError("no such thing")
 
 
-@pytest.mark.parametrize(("cls", "why"), [(Other, "no scale and cap"), (Failing, "KeyError: 'no such thing'")])
+@pytest.mark.parametrize(
+    ("cls", "why"),
+    [(Other, "no scale and cap.*soft.*cap.* it has lm_head_multiplier"), (Failing, "KeyError: 'no such thing'")],
+)
 def test_what_is_not_proved_is_refused(cls: type[Any], why: str) -> None:
-    model, batch = enable(cls(tf.Qwen3Config(**SMALL))), rollouts()[2]
-    message = f"{cls.__name__}.*{why}.*logits_to_keep"
+    model, batch = enable(cls(tf.Qwen3Config(**SMALL, lm_head_multiplier=0.5))), rollouts()[2]
+    message = rf"{cls.__name__}.*{why}.*logits_to_keep.*dualkv\.Head\(module="
     with pytest.raises(ValueError, match=message):
         head(model)
     with pytest.raises(ValueError, match=message):
@@ -191,7 +194,7 @@ def test_logits_that_are_left_out_are_refused() -> None:
 
 def test_models_without_a_head_are_refused() -> None:
     for model in (nn.Linear(3, 4), tf.Qwen3ForTokenClassification(tf.Qwen3Config(**SMALL))):
-        with pytest.raises(ValueError, match=rf"{type(model).__name__}.*dualkv\.Head"):
+        with pytest.raises(ValueError, match=rf"{type(model).__name__}.*get_output_embeddings.*dualkv\.Head\(module="):
             head(model)
 
 
