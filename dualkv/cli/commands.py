@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import logging
 import os
 import sys
@@ -176,6 +177,12 @@ def doctor(
             " one is wrong).",
         ),
     ] = False,
+    register: Annotated[
+        str | None,
+        typer.Option(
+            "--import", metavar="MODULE", help="With --model: import this first, which registers a model type of yours."
+        ),
+    ] = None,
     json_to: JsonOption = None,
     debug: DebugOption = False,
 ) -> None:
@@ -186,8 +193,10 @@ def doctor(
     console = console_of(json_to)
     if model is not None and check:
         raise ValueError("--check is of this machine and --model of a model, expected one of them")
+    if register is not None and model is None:
+        raise ValueError("--import registers a type for --model, expected both of them")
     if model is not None:
-        _doctor_model(model, console, json_to)
+        _doctor_model(model, register, console, json_to)
         return
     if check:
         _doctor_check(console, json_to)
@@ -221,9 +230,15 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _doctor_model(model: str, console: Console, json_to: str | None) -> None:
+def _doctor_model(model: str, register: str | None, console: Console, json_to: str | None) -> None:
     from dualkv.integrations.transformers import support  # transformers takes seconds
 
+    if register is not None:
+        sys.path.insert(0, "")  # the folder of the call, as with `python -m`
+        try:
+            importlib.import_module(register)
+        except ModuleNotFoundError as error:
+            raise ValueError(f"--import is {register!r}: {error}") from error
     found = support.examine(model)
     says = "runs packed" if found.runs else "does not run packed"
     sentences = [f"{model} ({found.architecture}) {says}", *found.layers, *found.refusals, *found.notes]

@@ -108,6 +108,7 @@ def bad_file(folder: Path, text: str) -> str:
         (["demo", "--json", "/absent/p.json"], "there is no folder /absent to write it to"),
         (["doctor", "--json", "/absent/p.json"], "there is no folder /absent to write it to"),
         (["doctor", "--check", "--model", "qwen3-8b"], "--check is of this machine and --model of a model"),
+        (["doctor", "--import", "json"], "--import registers a type for --model"),
         (["precompile", "--models", "qwen3-8b", "--features", "window", "--out", "o"], "'window' without --head-dims"),
         (["precompile", "--head-dims", "64", "--gqa", "4", "--tp", "2", "--out", "o"], "'2' without --models"),
         (["demo", "--plot", "p.docx"], "a plot is written as .png, .pdf, .svg"),

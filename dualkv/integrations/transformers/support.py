@@ -103,7 +103,8 @@ def config_of(fields: Any, where: str) -> PreTrainedConfig:
         cls = type(AutoConfig.for_model(kind))
     except ValueError as error:
         raise ValueError(
-            f"{where} has model_type {kind!r}, which transformers {transformers.__version__} lacks"
+            f"{where} has model_type {kind!r}, which transformers {transformers.__version__} lacks: a type of your own"
+            " is registered by an import (--import of dualkv doctor)"
         ) from error
     return cls.from_dict(fields)
 

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+tf = pytest.importorskip("transformers")
 
 from dualkv.cli import commands
 from dualkv.integrations.transformers import selfcheck, support
 from dualkv.integrations.transformers.layers import attention_modules, decoders
 from dualkv.integrations.transformers.shrink import shrink
 from tests.integrations.tiny import make_model
+from tools import matrix, zoo
 
 # Fields of published configurations that matter to attention (and "refused": a part of each reason, null where the
 # model runs), with where they are published. What is not given is the default of transformers' class.
@@ -119,6 +120,42 @@ def test_the_command(
     assert (found["runs"], len(found["refusals"])) == (False, 1)
     assert run(monkeypatch, str(tmp_path / "absent")) == 1
     assert "is neither a folder or file with a config.json, nor in the local cache" in capsys.readouterr().err
+
+
+OWN = """
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "dualkv-own"
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+
+AutoConfig.register("dualkv-own", OwnConfig)
+AutoModelForCausalLM.register(OwnConfig, OwnForCausalLM)
+"""
+
+
+def test_a_type_that_a_module_of_the_user_registers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The command finds the module in the folder of the call; CONTRIBUTING's way to the zoo and the matrix too."""
+    (tmp_path / "dualkv_own_types.py").write_text(OWN)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "dualkv-own", "architectures": ["OwnForCausalLM"]}))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for mapping in (tf.models.auto.configuration_auto.CONFIG_MAPPING, tf.AutoModelForCausalLM._model_mapping):
+        monkeypatch.setattr(mapping, "_extra_content", {**mapping._extra_content})
+    assert run(monkeypatch, ".") == 1
+    assert "model_type 'dualkv-own'" in (said := capsys.readouterr().err)
+    assert "--import" in said
+    assert run(monkeypatch, ".", "--import", "dualkv_absent_types") == 1
+    assert "--import is 'dualkv_absent_types': No module named" in capsys.readouterr().err
+    assert run(monkeypatch, ".", "--import", "dualkv_own_types") == 0
+    assert capsys.readouterr().out.startswith(". (OwnForCausalLM) runs packed")
+    assert zoo.examine("dualkv-own")["outcome"] == zoo.EXACT
+    monkeypatch.setattr(matrix, "WAYS", {"plain": matrix.plain, "head": matrix.head})
+    assert [cell["outcome"] for cell in matrix.examine("dualkv-own").values()] == [zoo.EXACT] * 2
 
 
 def test_a_folder_and_the_class_that_it_names(tmp_path: Path) -> None:
