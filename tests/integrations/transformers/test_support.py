@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-tf = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from dualkv.cli import commands
 from dualkv.integrations.transformers import selfcheck, support
@@ -144,7 +147,7 @@ def test_a_type_that_a_module_of_the_user_registers(
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "dualkv-own", "architectures": ["OwnForCausalLM"]}))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    for mapping in (tf.models.auto.configuration_auto.CONFIG_MAPPING, tf.AutoModelForCausalLM._model_mapping):
+    for mapping in (CONFIG_MAPPING, AutoModelForCausalLM._model_mapping):
         monkeypatch.setattr(mapping, "_extra_content", {**mapping._extra_content})
     assert run(monkeypatch, ".") == 1
     assert "model_type 'dualkv-own'" in (said := capsys.readouterr().err)
