@@ -29,6 +29,12 @@ def specs_in(folder: Path) -> list[KernelSpec]:
     return [KernelSpec.from_json(json.dumps(record["spec"])) for record in records]
 
 
+def backward_of(spec: KernelSpec) -> list[KernelSpec]:
+    """The backward's kernels of a forward's calls."""
+    more = {"features": spec.features, "head_dim_v": spec.head_dim_v, "few_keys": of_few_keys(spec)}
+    return backward_specs(spec.dtype, spec.head_dim, **more).present
+
+
 def of_few_keys(forward: KernelSpec) -> bool:
     """Whether a forward is that of many short segments."""
     given = forward.dtype, forward.head_dim, forward.packed_heads
@@ -82,10 +88,7 @@ def main() -> None:
         return
     for spec in specs:
         if spec.operation == "fwd":
-            features = tuple(filter(None, spec.features.split("+")))
-            more = {"features": features, "head_dim_v": spec.head_dim_v, "few_keys": of_few_keys(spec)}
-            needed = backward_specs(spec.dtype, spec.head_dim, **more)
-            backward = set(needed.present) <= set(specs)
+            backward = set(backward_of(spec)) <= set(specs)
             difference = run(spec, backward)
             print(f"{spec}: forward{' and backward' if backward else ''}, largest relative difference {difference:.1e}")
             if not difference < TOLERANCE[spec.dtype]:

@@ -83,7 +83,7 @@ def test_verify_refuses_an_environment_with_the_compiler(kernels, monkeypatch):
     assert verify("0", kernels).startswith("cutlass can be imported here")
 
 
-@pytest.mark.parametrize("features", ["", "sinks", "sinks+softcap"])
+@pytest.mark.parametrize("features", [(), ("sinks",), ("sinks", "softcap")], ids=str)
 def test_verify_runs_a_kernel_with_its_features(features, monkeypatch):
     """Other calls would ask for kernels that the folder need not have."""
     asked = []
@@ -93,10 +93,11 @@ def test_verify_runs_a_kernel_with_its_features(features, monkeypatch):
         asked.append({name for name, value in options.items() if value is not None})
         return out
 
-    run = runpy.run_path(str(DEPLOY / "verify.py"))["run"]
+    verify, spec = runpy.run_path(str(DEPLOY / "verify.py")), forward_spec("bf16", 64, 2, features=features)
     monkeypatch.setattr(dualkv, "attention", attention)
-    assert run(forward_spec("bf16", 64, 2, features=features), True, "cpu") < 2e-2
-    assert asked == [set(filter(None, features.split("+")))] * 2
+    assert verify["run"](spec, True, "cpu") < 2e-2
+    assert asked == [set(features)] * 2
+    assert {name for one in verify["backward_of"](spec) for name in one.features} == set(features)
 
 
 @pytest.mark.parametrize("few_keys", [False, True])

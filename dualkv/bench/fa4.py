@@ -49,8 +49,8 @@ class Varlen:
             "max_seqlen_q": max(q_lens), "max_seqlen_k": max(k_lens),
             "softmax_scale": inputs.scale, "causal": causal,
         }  # fmt: skip
-        window, _, sinks, softcap = inputs.features
-        theirs = {"window_size_left": window and window - 1, "learnable_sink": sinks, "softcap": softcap}
+        f = inputs.features
+        theirs = {"window_size_left": f.window and f.window - 1, "learnable_sink": f.sinks, "softcap": f.softcap}
         self._settings |= {name: value for name, value in theirs.items() if value is not None}
         self._deterministic = deterministic
 

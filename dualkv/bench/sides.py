@@ -188,7 +188,7 @@ def cudnn_intervals(inputs: Inputs, direction: str) -> Side:
     from cudnn import flex_attention as cudnn
 
     workload = inputs.workload
-    if lacking := {*workload.names} & {"sinks", *backends.BACKENDS["cudnn"].lacks}:
+    if lacking := {*workload.names} - {"window"}:
         raise ValueError(f"does not compute {' and '.join(sorted(lacking))}, {workload.name} has them")
     segments = inputs.layout._segments
     ends = torch.from_numpy(interval_ends(segments, workload.reach)).to(inputs.device)

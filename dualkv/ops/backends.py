@@ -71,7 +71,7 @@ class Backend:
         module: what computes it.
         refuses: (q, v, dlse) -> why it cannot serve a call, or None.
         head_dims: of q and k, and of v, with which it takes tensors of some head dims.
-        lacks: names of features that it does not compute.
+        serves: names of the features that it computes; any other one is refused.
         warning: what is said once where it runs on a GPU without being asked for.
     """
 
@@ -79,15 +79,15 @@ class Backend:
     module: Implementation
     refuses: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], str | None]
     head_dims: Callable[[int, int], tuple[int, int]]
-    lacks: tuple[str, ...] = ()
+    serves: tuple[str, ...]
     warning: str | None = None
 
     def unsupported(
         self, q: torch.Tensor, v: torch.Tensor, features: Features = NONE, dlse: torch.Tensor | None = None
     ) -> str | None:
         """Say why it cannot serve a call, with tensors as the op takes them; None if it can."""
-        for name in self.lacks:
-            if name in features.asked:
+        for name in features.asked:
+            if name not in self.serves:
                 return name
         return self.refuses(q, v, dlse)
 
@@ -127,20 +127,21 @@ BACKENDS = {
         hopper,
         lambda q, v, dlse: hopper.unsupported(q),
         padding.for_kernel,
+        ("window", "sinks", "softcap"),
     ),
     "cudnn": Backend(
         "cuDNN's interval-mask attention",
         cudnn,
         lambda q, v, dlse: cudnn.unsupported(q, v, dlse),
         cudnn.head_dims,
-        lacks=("softcap",),
+        ("window", "sinks"),
     ),
     "flash": Backend(
         "a composition of PyTorch's FlashAttention calls",
         composition,
         lambda q, v, dlse: composition.unsupported(q, max(q.shape[2], v.shape[2])),
         padding.equal,
-        lacks=("softcap",),
+        ("window", "sinks"),
         warning="a composition of PyTorch's FlashAttention calls",
     ),
     "flex": Backend(
@@ -148,6 +149,7 @@ BACKENDS = {
         flex,
         lambda q, v, dlse: flex.unsupported(q, v),
         flex.head_dims,
+        ("window", "sinks", "softcap"),
         warning="PyTorch's FlexAttention, compiled",
     ),
     "reference": Backend(
@@ -155,6 +157,7 @@ BACKENDS = {
         reference,
         lambda q, v, dlse: None,
         lambda head_dim, head_dim_v: (head_dim, head_dim_v),
+        ("window", "sinks", "softcap"),
         warning="the chunked PyTorch reference, which is slow",
     ),
 }

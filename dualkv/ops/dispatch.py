@@ -34,6 +34,8 @@ from dualkv.segments import OP_TAGS, Segments, segments_of
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 SCALE_MIN, SCALE_MAX = 2.0**-100, 2.0**100  # fp32 holds such a scale, its inverse and lse / scale
 
+SINKS = 7 + Features._fields.index("sinks")  # among the arguments of fwd, 7 of which are before the features
+
 _lib = torch.library.Library("dualkv", "DEF")
 _FEATURES = "int? window=None, int? chunk=None, Tensor? sinks=None, float? softcap=None"
 _lib.define(
@@ -253,7 +255,7 @@ def _fwd_backward(
     backward: Callable[..., Any] = torch.ops.dualkv.bwd,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     q, k, v, out, lse, offsets, parent, sinks = ctx.saved_tensors
-    needed = (*ctx.needs_input_grad[:3], sinks is not None and ctx.needs_input_grad[9])
+    needed = (*ctx.needs_input_grad[:3], sinks is not None and ctx.needs_input_grad[SINKS])
     if dout is None:
         dout = torch.zeros_like(out)
     elif dout.stride(2) != 1:  # the gradient of out.sum() is an expanded tensor
@@ -268,7 +270,7 @@ def _fwd_backward(
     )  # fmt: skip
     grads = dq, dk, dv, dsinks if sinks is None else dsinks.to(sinks.dtype)
     dq, dk, dv, dsinks = (grad if need else None for grad, need in zip(grads, needed, strict=True))
-    return dq, dk, dv, None, None, None, None, None, None, dsinks, None, None
+    return dq, dk, dv, *[None] * (SINKS - 3), dsinks, None, None
 
 
 def _bwd_backward(_ctx: Any, *_grads: torch.Tensor) -> None:

@@ -81,7 +81,12 @@ class Window:
 
 
 class FeatureArguments(TypedDict, total=False):
-    """The keyword arguments of :func:`dualkv.attention` that are its :class:`Features`."""
+    """The keyword arguments of :func:`dualkv.attention` that are its :class:`Features`.
+
+    Functions that take them hand them on, and must follow where a new one is for each head or each row: the shards of
+    :mod:`dualkv.sequence_parallel` and :mod:`dualkv.context_parallel`, :mod:`dualkv.branches`, and the images of
+    :mod:`dualkv.integrations.transformers.media`.
+    """
 
     window: int | None
     chunk: int | None
@@ -115,7 +120,7 @@ class Features(NamedTuple):
         """The features that a caller asks for, as Python's own types; :meth:`check` says whether a call takes them.
 
         Raises:
-            ValueError: a window or chunk below 1.
+            ValueError: a window or chunk below 1, a cap out of range.
             TypeError: a window or chunk that is not an integer; a cap that is not a number.
         """
         if window is chunk is sinks is softcap is None:
@@ -124,6 +129,7 @@ class Features(NamedTuple):
         chunk = None if chunk is None else min(positive("chunk", chunk), MAX_ROWS)
         if softcap is not None:
             check_number("softcap", softcap)
+            _check_cap(softcap)
             softcap = float(softcap)
         return cls(window, chunk, sinks, softcap)
 
@@ -135,8 +141,7 @@ class Features(NamedTuple):
             TypeError: sinks of another dtype.
         """
         if self.softcap is not None:
-            if not SOFTCAP_MIN <= self.softcap <= SOFTCAP_MAX:
-                raise ValueError(f"softcap is {self.softcap}, expected a number from 2^-20 to 2^10")
+            _check_cap(self.softcap)
             if q.dtype == torch.float16 and self.softcap < SOFTCAP_MIN_HALF:
                 raise ValueError(
                     f"softcap is {self.softcap} with torch.float16, whose gradients underflow there: expected at least"
@@ -182,6 +187,11 @@ class Features(NamedTuple):
 
 NONE = Features()
 _window = lru_cache(64)(Window)  # every layer of a model asks for the same few
+
+
+def _check_cap(softcap: float) -> None:
+    if not SOFTCAP_MIN <= softcap <= SOFTCAP_MAX:
+        raise ValueError(f"softcap is {softcap}, expected a number from 2^-20 to 2^10")
 
 
 def check_number(name: str, value: object) -> None:

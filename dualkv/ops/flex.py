@@ -148,7 +148,7 @@ def _operators(scale: float, softcap: float | None) -> tuple[Callable[..., Any],
         return s if softcap is None else softcap * torch.tanh(s / softcap)
 
     def of_score(s, _batch, _head, _q, _k, grad):  # type: ignore[no-untyped-def]
-        """The gradients of `score` by its arguments."""
+        """The gradients of `score` by its arguments; behind `grad` and here would come what `score` captures."""
         cut = grad if softcap is None else grad * (1 - torch.tanh(s / softcap) ** 2)
         return [cut, None, None, None, None]
 

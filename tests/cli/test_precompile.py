@@ -115,7 +115,7 @@ def test_layers_of_two_head_dims(tmp_path):
     assert with_defaults(tmp_path, "gemma4_text") == Heads(8, 4, 256, ("window",), None, (full,))
     found = requested([str(tmp_path)])
     assert {forward_spec("bf16", 512, 2), *backward_specs("bf16", 512).present} <= set(found)
-    assert forward_spec("bf16", 256, 2, True, "window") in found
+    assert forward_spec("bf16", 256, 2, True, ("window",)) in found
     path = tmp_path / "c.json"
     published = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512}
     path.write_text(json.dumps(published))

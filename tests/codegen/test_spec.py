@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -46,7 +47,7 @@ def test_heads_that_leave_rows_idle_are_taken_apart_in_long_windows():
     for ratio, taken in ((1, 1), (3, 3), (4, 4), (5, 1), (6, 2), (7, 7), (12, 4), (16, 16), (24, 8)):
         long, short, full = (
             forward_spec("bf16", 128, ratio, trees, features, is_short).packed_heads
-            for trees, features, is_short in ((True, "window", False), (True, "window", True), (True, "", False))
+            for trees, features, is_short in ((True, ("window",), False), (True, ("window",), True), (True, (), False))
         )
         assert long == taken
         assert short == full == (ratio if ratio <= 16 else taken)
@@ -102,13 +103,20 @@ def test_forwards_whose_rows_see_few_keys_have_kernels_of_their_own():
     softcapping."""
     known = set(table())
     for (head_dim, of_v), ratio in itertools.product(HEAD_DIM_PAIRS, MIXED_RATIOS):
-        for trees, features in ((0, ""), (0, "sinks"), (0, "softcap"), (1, ""), (1, "window"), (1, "window+sinks")):
+        for trees, features in (
+            (0, ()),
+            (0, ("sinks",)),
+            (0, ("softcap",)),
+            (1, ()),
+            (1, ("window",)),
+            (1, ("window", "sinks")),
+        ):
             many, few = (
                 forward_spec("fp16", head_dim, ratio, bool(trees), features, head_dim_v=of_v, few_keys=x)
                 for x in (False, True)
             )
             native = head_dim if head_dim == of_v else (head_dim, of_v)
-            assert (few != many) == (native in FEW_KEYS_FORWARD_TILES and not trees and features in ("", "sinks"))
+            assert (few != many) == (native in FEW_KEYS_FORWARD_TILES and not trees and features in ((), ("sinks",)))
             assert few.tile == replace(many.tile, cluster=1 if few != many else many.tile.cluster)
             assert features or trees or few in known
     assert forward_spec("bf16", 120, 4, few_keys=True) == forward_spec("bf16", 128, 4, few_keys=True)
@@ -170,3 +178,11 @@ def test_codegen_imports_neither_torch_nor_cutlass():
     program = "import sys, codegen.precompiled, codegen.spec, codegen.store; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert not {m.split(".")[0] for m in done.stdout.split()} & {"torch", "cutlass", "tvm_ffi", "numpy", "cuda"}
+
+
+@pytest.mark.parametrize("features", ["sinks", ("window", "bias")], ids=str)
+def test_features_are_names_that_some_kernel_has(features):
+    """A name that is dropped would be a kernel that computes something else."""
+    for made in (partial(forward_spec, heads_per_kv=2), backward_specs):
+        with pytest.raises(ValueError, match=r"features is .*, expected some of dlse, sinks, softcap, window"):
+            made("bf16", 64, features=features)
