@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Processes that `make test` shares its modules among: as many as there are cores, and at most 4.
 WORKERS ?= auto --maxprocesses 4
 
-.PHONY: help demo test pytest test-verl test-trl test-swift test-megatron test-megatron312 test-verl-megatron test-gpu fuzz lint format site bench-cpu constraints clean manifest check-kernels
+.PHONY: help demo test pytest test-verl test-trl test-swift test-openrlhf test-megatron test-megatron312 test-verl-megatron test-gpu fuzz lint format site bench-cpu constraints clean manifest check-kernels
 
 help:
 	@echo "make demo         one GRPO update, prompts replicated and packed, side by side (ARGS='--steps 3' adds options)"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-verl    the veRL plugin's tests, in an environment of their own"
 	@echo "make test-trl     the TRL trainer's tests, in an environment of their own"
 	@echo "make test-swift   the ms-swift trainer's tests, in an environment of their own"
+	@echo "make test-openrlhf  the OpenRLHF adapter's tests, in an environment of their own"
 	@echo "make test-megatron  the tests with megatron-core, in an environment of their own"
 	@echo "make test-megatron312  the same with Python 3.12 and the newest megatron-core"
 	@echo "make test-verl-megatron  the tests with veRL's Megatron engine, in an environment of their own"
@@ -76,6 +77,9 @@ test-trl: .venv-trl/.installed
 
 test-swift: .venv-swift/.installed
 	.venv-swift/bin/python -m pytest tests/integrations/swift $(ARGS)
+
+test-openrlhf: .venv-openrlhf/.installed
+	.venv-openrlhf/bin/python -m pytest tests/integrations/openrlhf $(ARGS)
 
 test-megatron: .venv-megatron/.installed
 	.venv-megatron/bin/python -m pytest tests/integrations/megatron $(ARGS)

@@ -83,6 +83,7 @@ _ALL = (
     Package("trl", "trl", "1.16", "the TRL trainer", "pip install 'dualkv[trl]'", tried="1.16.0"),
     Package("ms-swift", "swift", "4.6", "the ms-swift trainer", "pip install 'dualkv[swift]'", tried="4.6.0"),
     Package("verl", "verl", "0.9.1", "the veRL plugin", "pip install 'dualkv[verl]'"),
+    Package("openrlhf", "openrlhf", "0.11.2", "the OpenRLHF adapter", "pip install 'dualkv[openrlhf]'", tried="0.11.2"),
     Package(
         "megatron-core", "megatron.core", "0.16.1", "models of megatron-core",
         "pip install 'dualkv[megatron]'", tried="0.19.2",

@@ -30,6 +30,11 @@ FOLDERS = (
         find_spec("swift") is not None,
         "ms-swift is not installed here (make test-swift)",
     ),
+    (
+        TESTS / "integrations" / "openrlhf",
+        find_spec("openrlhf") is not None,
+        "OpenRLHF is not installed here (make test-openrlhf)",
+    ),
     (TESTS / "integrations" / "trl", find_spec("trl") is not None, "TRL is not installed here (make test-trl)"),
     (TESTS / "integrations" / "verl", find_spec("verl") is not None, "veRL is not installed here (make test-verl)"),
     (

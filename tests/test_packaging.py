@@ -69,6 +69,7 @@ def test_metadata(distributions):
     assert set(metadata.get_all("Provides-Extra")) == {
         "compile",
         "transformers",
+        "openrlhf",
         "trl",
         "megatron",
         "verl",

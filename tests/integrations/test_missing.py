@@ -14,13 +14,7 @@ from codegen import packages
 from dualkv import integrations
 from dualkv.data.rollouts import LocalTokenizer
 
-OF_MODULE = {
-    "transformers": "transformers",
-    "trl": "trl",
-    "verl": "verl",
-    "megatron": "megatron-core",
-    "swift": "ms-swift",
-}
+OF_MODULE = {name: name for name in integrations.__all__} | {"megatron": "megatron-core", "swift": "ms-swift"}
 
 
 def forget(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,6 +54,7 @@ def test_the_sentence_names_the_extra(name: str, line: str, monkeypatch: pytest.
     ("module", "name", "version"),
     [
         *((module, "transformers", "4.57.3") for module in ("transformers", "transformers.experts", "experts")),
+        ("openrlhf", "openrlhf", "0.11.1"),
         ("trl", "trl", "1.15.0"),
         ("swift", "ms-swift", "4.5.0"),
         ("verl", "verl", "0.9.0"),
