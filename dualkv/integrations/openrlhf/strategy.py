@@ -22,7 +22,8 @@ class PackedStrategy(DeepspeedStrategy):
 
     Raises:
         ValueError: by the constructor for arguments whose models do not run packed: ring attention, tensor parallelism,
-            DeepCompile; by `prepare` for a model that :func:`dualkv.integrations.openrlhf.pack_model` refuses.
+            DeepCompile, Liger's kernels; by `prepare` for a model that
+            :func:`dualkv.integrations.openrlhf.pack_model` refuses.
     """
 
     boundaries: Iterator[int] | None = None  # of dynamic batches: whether a micro-batch is the last of its update
@@ -66,9 +67,9 @@ def refuse(args: Any) -> None:
     Args:
         args: of `openrlhf.cli.train_ppo_ray`.
     """
-    for name, expected in {"ring_attn_size": 1, "tensor_parallel_size": 1, "deepcompile": False}.items():
-        came = getattr(args.ds, name, expected)
-        if came != expected:
+    expected_of = {"ring_attn_size": 1, "tensor_parallel_size": 1, "deepcompile": False, "use_liger_kernel": False}
+    for name, expected in expected_of.items():
+        if (came := getattr(args.ds, name, expected)) != expected:
             raise ValueError(
                 f"--ds.{name} is {came}, expected {expected}: use openrlhf.cli.train_ppo_ray, or leave it out"
             )

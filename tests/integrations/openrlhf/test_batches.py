@@ -79,6 +79,7 @@ def test_install_changes_what_get_strategy_makes(monkeypatch: pytest.MonkeyPatch
     [
         (["--ds.ring_attn_size", "2"], "--ds.ring_attn_size is 2, expected 1"),
         (["--ds.tensor_parallel_size", "2"], "--ds.tensor_parallel_size is 2, expected 1"),
+        (["--ds.use_liger_kernel"], "--ds.use_liger_kernel is True, expected False"),
         (["--ds.deepcompile"], "--ds.deepcompile is True, expected False"),
     ],
 )

@@ -11,10 +11,16 @@ import torch
 from openrlhf.models import Actor, get_llm_for_sequence_regression
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+)
 
 from dualkv.integrations.openrlhf import pack_model
 from tests.integrations.openrlhf.runs import rollouts
+from tests.integrations.tiny import SIZES
 
 LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 
@@ -181,6 +187,20 @@ def test_a_reward_model(folder: Path) -> None:
         assert found.shape == (8,)
         assert expected.std() > 0.01
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_text_of_a_vision_language_model(tmp_path: Path) -> None:
+    rotary = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "fullatt_block_indexes": [0]}
+    config = Qwen2_5_VLConfig(
+        text_config=SIZES | {"rope_parameters": rotary},
+        vision_config=vision | {"out_hidden_size": SIZES["hidden_size"]},
+        image_token_id=3,
+    )
+    Qwen2_5_VLForConditionalGeneration(config).float().save_pretrained(tmp_path)
+    ours, theirs = pair(actor(tmp_path))
+    assert ours.is_vlm
+    torch.testing.assert_close(ours(*batch()), theirs(*batch()), rtol=1e-5, atol=1e-5)
 
 
 def test_calls_that_stay_replicated(folder: Path) -> None:
