@@ -8,6 +8,9 @@ prompt are put together again.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -47,7 +50,9 @@ COUNTS = {"num_images", "num_tiles"}
 OF_IMAGES = {"pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", *COUNTS}
 
 
-REPLACED = "_get_per_token_logps_and_entropies _prepare_inputs _generate_single_turn"
+LOG_PROBS = "_get_per_token_logps_and_entropies"
+AT = "dualkv_at"  # in a micro-batch: the places of its rollouts in TRL's shuffle
+REPLACED = f"{LOG_PROBS} _compute_loss _prepare_inputs _generate_single_turn"
 READ = "_buffered_inputs _step _metrics _is_vlm use_transformers_continuous_batching accelerator"
 
 
@@ -194,9 +199,59 @@ class PackedGroups(Base):
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         if self._buffered_inputs is not before:
+            steps, size = self.args.steps_per_generation, len(self._buffered_inputs[0]["prompt_ids"])
+            if steps > 1 and self.args.gradient_accumulation_steps % steps == 0:
+                images = OF_IMAGES | {*OF_TOKENS}
+                self._shuffled = [{k: v for k, v in b.items() if k not in images} for b in self._buffered_inputs]
+                self._seen: list[tuple[torch.Tensor, ...]] = []
+                for batch, at in zip(self._buffered_inputs, torch.arange(steps * size).split(size), strict=True):
+                    batch[AT] = at
             self._buffered_inputs = _regrouped(self._buffered_inputs)
-            inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
+            inputs = self._buffered_inputs[self._step % steps]
         return inputs
+
+    def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
+        """The loss of a micro-batch. With the last one of a generation batch come the metrics of TRL's micro-batches:
+        their means weigh all micro-batches alike, and TRL's shuffle puts other rollouts into each."""
+        if AT not in inputs:
+            loss: torch.Tensor = super()._compute_loss(model, inputs)
+            return loss
+        own, found = getattr(self, LOG_PROBS), []
+
+        def keep(*args: Any, **kwargs: Any) -> Any:
+            found.append(own(*args, **kwargs))
+            return found[-1]
+
+        with _log_probs_by(self, keep):
+            loss = super()._compute_loss(model, inputs)
+        logps, entropies, _ = found[-1]
+        self._seen.append((inputs[AT], logps.detach(), entropies.detach()))
+        if len(self._seen) == len(self._shuffled):
+            at, *values = (torch.cat(parts) for parts in zip(*self._seen, strict=True))
+            self._seen = []
+            order = at.argsort().to(loss.device)
+            split = [of_all[order].split(len(inputs[AT])) for of_all in values]
+            self._count_as_trl(model, list(zip(*split, strict=True)))
+        return loss
+
+    def _count_as_trl(self, model: Any, values: list[tuple[torch.Tensor, ...]]) -> None:
+        """Replaces the metrics of the last micro-batches by those of TRL's code on TRL's micro-batches; `values` are
+        the log-probs and entropies [B, R] of each of these."""
+        kept, off = self._metrics["train"], {"aux_loss_enabled", "_entropy_bonus_enabled"} & vars(self).keys()
+        before = {name: vars(self)[name] for name in off}
+        as_trl: defaultdict[str, list[float]] = defaultdict(list)
+        self._metrics["train"] = as_trl
+        self.__dict__.update(dict.fromkeys(off, False))  # metrics of their own, and a controller that counts calls
+        try:
+            with torch.no_grad():
+                for inputs, own in zip(self._shuffled, values, strict=True):
+                    with _log_probs_by(self, lambda *_, _own=own, **__: (*_own, None)):
+                        super()._compute_loss(model, inputs)
+        finally:
+            self._metrics["train"] = kept
+            self.__dict__.update(before)
+        for name, of_batches in as_trl.items():
+            kept[name][-len(of_batches) :] = of_batches
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         if not self.use_transformers_continuous_batching:
@@ -211,6 +266,19 @@ class GRPOTrainer(PackedGroups, trl.GRPOTrainer):
 
 class RLOOTrainer(PackedGroups, trl.RLOOTrainer):
     """`trl.RLOOTrainer` that computes once what rollouts of a micro-batch share, see :class:`PackedGroups`."""
+
+
+@contextmanager
+def _log_probs_by(trainer: Any, function: Callable[..., Any]) -> Iterator[None]:
+    """Call `function` in the place of a trainer's method of log-probs and entropies."""
+    was = vars(trainer).get(LOG_PROBS)
+    vars(trainer)[LOG_PROBS] = function
+    try:
+        yield
+    finally:
+        del vars(trainer)[LOG_PROBS]
+        if was is not None:
+            vars(trainer)[LOG_PROBS] = was
 
 
 def _media(given: Batch, rollouts: int, width: int) -> list[Batch]:

@@ -175,7 +175,10 @@ def test_a_training_is_the_padded_one(folder: Path, name: str) -> None:
         ("grpo", {"loss_type": "grpo", "beta": 0.04}),
         # above the rounding of gradients near zero
         ("grpo", {"optim": "adamw_torch", "learning_rate": 1e-3, "adam_epsilon": 1e-4}),
-        ("rloo", {}),
+        ("grpo", {"num_iterations": 2, "max_steps": 4, "learning_rate": 0.1, "beta": 0.04}),
+        ("grpo", {"loss_type": "cispo", "evaluate": True}),
+        ("grpo", {"model": "qwen3_moe", "router_aux_loss_coef": 0.0}),
+        ("rloo", {"num_iterations": 2, "max_steps": 4, "learning_rate": 0.01}),
         ("gmpo", {"beta": 0.04}),
     ],
 )
@@ -184,10 +187,8 @@ def test_updates_of_whole_generation_batches_are_those_of_trl(folder: Path, of: 
     ours, _, theirs = TRAINERS[of]
     packed, stock = (train(cls, folder, config=CONFIGS[of], **settings) for cls in (ours, theirs))
     assert_equal_updates(packed, stock)
-    for ours, theirs in zip(packed.logs, stock.logs, strict=True):
-        for name in ("loss", "grad_norm", "reward", "completions/mean_length"):
-            if name in theirs:
-                assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
+    assert_equal_metrics(packed, stock)  # entropies, KL terms and clip ratios of TRL's micro-batches, not of groups
+    assert len({log["entropy"] for log in stock.logs if "entropy" in log}) > 1
 
 
 OF_TURNS: dict[str, dict[str, Any]] = {
