@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -30,7 +30,7 @@ ARCHS = ("sm_90a",)
 GRADIENTS = ("qkv", "qk", "qv", "kv", "q", "k", "v")  # combinations that a backward computes
 Tile = ForwardTile | BackwardTile | RowTile | PartialTile | DqTile
 AnyTile = TypeVar("AnyTile", bound=Tile)
-Names = Collection[str]  # of features
+Features = Collection[str]  # names in FEATURES
 TILES: dict[str, type[Tile]] = {  # each operation's tile configuration; its kernel is cute_kernels/<operation>.py
     "fwd": ForwardTile,
     "fwd_paths": ForwardTile,
@@ -49,7 +49,6 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "bwd_preprocess": ("sinks", "dlse"),
     "bwd": ("window", "softcap"),
 }
-ALL_FEATURES = {name for names in FEATURES.values() for name in names}
 OF_VALUES = ("fwd", "fwd_paths", "bwd_preprocess", "bwd", "bwd_sum")  # depend on the head dim of values
 PARTIAL = ("bwd_preprocess", "bwd", "bwd_sum")  # leave work out if fewer gradients are requested
 
@@ -160,10 +159,8 @@ class KernelSpec(Generic[AnyTile]):
         return f"{self.operation} {self.dtype} {shape} {gradients}{features}{tile} {self.arch}"
 
 
-def _own(operation: str, features: Names) -> tuple[str, ...]:
+def _own(operation: str, features: Iterable[str]) -> tuple[str, ...]:
     """Select the features of a call that an operation's kernel has, in their order."""
-    if isinstance(features, str) or not ALL_FEATURES.issuperset(features):
-        raise ValueError(f"features is {features!r}, expected some of {', '.join(sorted(ALL_FEATURES))}")
     return tuple(name for name in FEATURES.get(operation, ()) if name in features)
 
 
@@ -174,7 +171,7 @@ def _native(head_dim: int, head_dim_v: int | None) -> tuple[int, int | None]:
 
 
 def forward_spec(
-    dtype: str, head_dim: int, heads_per_kv: int, trees: bool = False, features: Names = (), short: bool = False,
+    dtype: str, head_dim: int, heads_per_kv: int, trees: bool = False, features: Features = (), short: bool = False,
     head_dim_v: int | None = None, few_keys: bool = False,
 ) -> KernelSpec[ForwardTile]:  # fmt: skip
     """The forward kernel that runs a head dim (a multiple of 8 up to 512) and a GQA ratio, by the table of tiles.
@@ -211,7 +208,7 @@ def backward_specs(
     head_dim: int,
     deterministic: bool = False,
     gradients: str = GRADIENTS[0],
-    features: Names = (),
+    features: Features = (),
     head_dim_v: int | None = None,
     few_keys: bool = False,
 ) -> BackwardSpecs:

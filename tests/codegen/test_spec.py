@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
@@ -178,11 +177,3 @@ def test_codegen_imports_neither_torch_nor_cutlass():
     program = "import sys, codegen.precompiled, codegen.spec, codegen.store; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert not {m.split(".")[0] for m in done.stdout.split()} & {"torch", "cutlass", "tvm_ffi", "numpy", "cuda"}
-
-
-@pytest.mark.parametrize("features", ["sinks", ("window", "bias")], ids=str)
-def test_features_are_names_that_some_kernel_has(features):
-    """A name that is dropped would be a kernel that computes something else."""
-    for made in (partial(forward_spec, heads_per_kv=2), backward_specs):
-        with pytest.raises(ValueError, match=r"features is .*, expected some of dlse, sinks, softcap, window"):
-            made("bf16", 64, features=features)
