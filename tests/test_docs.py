@@ -359,3 +359,16 @@ def test_messages_that_the_page_on_errors_quotes_are_in_the_program():
 def test_every_page_is_reached_from_the_index():
     linked = set(re.findall(r"\]\(([\w-]+\.md)", PAGES["index.md"].read_text()))
     assert linked == {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
+
+
+def test_paths_in_documents_exist():
+    """Files of this repository that a page names in backticks, as seen from its root."""
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir()}
+    named = {
+        (name, path)
+        for name, page in PAGES.items()
+        for path in re.findall(r"`(?:\.\./)?((?:[\w.-]+/)+[\w.-]+\.\w+)`", page.read_text())
+        if path.split("/")[0] in folders - {"build"}
+    }
+    assert [one for one in sorted(named) if not (ROOT / one[1]).exists()] == []
+    assert len(named) > 40
