@@ -149,7 +149,7 @@ def test_a_layer_of_another_kind_is_refused() -> None:
 
 
 def test_an_attention_layer_with_a_forward_of_its_own_is_refused() -> None:
-    """Its class goes through the registry, the layer need not; a wrapper runs what it wraps."""
+    """A wrapper runs the forward that it wraps; another forward need not go through the registry."""
     model = tiny("Qwen3")
     layer = model.model.layers[1].self_attn
     own = layer.forward
