@@ -70,6 +70,7 @@ def test_metadata(distributions):
         "compile",
         "transformers",
         "openrlhf",
+        "swift",
         "trl",
         "megatron",
         "verl",
