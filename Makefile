@@ -35,7 +35,7 @@ help:
 
 # torch first and alone, so that its pinned version is settled before anything that depends on it.
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -c "import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 12) else 'dualkv needs Python 3.11 or 3.12: make PYTHON=python3.12')"
+	$(PYTHON) -c "import sys; sys.exit(0 if sys.version_info >= (3, 11) else 'dualkv needs Python 3.11 or newer: make PYTHON=python3.12')"
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) --quiet --constraint constraints.txt torch
 	$(INSTALL) --quiet --constraint constraints.txt --editable '.[dev,transformers,bench]'

@@ -65,7 +65,7 @@ def test_metadata(distributions):
         entry_points = wheel.read(about.replace("METADATA", "entry_points.txt")).decode()
     assert metadata["Version"] == dualkv.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert metadata["Requires-Python"] == "<3.13,>=3.11"
+    assert metadata["Requires-Python"] == ">=3.11"
     assert set(metadata.get_all("Provides-Extra")) == {
         "compile",
         "transformers",
