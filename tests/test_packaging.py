@@ -74,6 +74,7 @@ def test_metadata(distributions):
         "trl",
         "megatron",
         "verl",
+        "swift",
         "hybrid",
         "cudnn",
         "bench",
