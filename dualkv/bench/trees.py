@@ -13,8 +13,9 @@ from rich.table import Table
 from dualkv.bench.show import folded
 from dualkv.bench.traces import FIGURES, KINDS, Trace, parse
 from dualkv.data import breaks
+from dualkv.data.files import Tokenizer, objects, samples
 from dualkv.data.gain import Gain
-from dualkv.data.rollouts import Tokenizer, of_line, token_ids
+from dualkv.data.rollouts import token_ids
 from dualkv.layout import Layout
 from dualkv.models import CONFIGS
 from dualkv.prefixes import SharedPrefixes, read_sequences
@@ -29,12 +30,14 @@ class Found:
         shared: prefixes of all sequences.
         trained: tokens that count, in all sequences; None: not known.
         breaks: sentences about places where sequences part and agree again (:mod:`dualkv.data.breaks`).
+        unit: what is counted: "tokens", or "bytes" of text that no tokenizer has encoded.
     """
 
     name: str
     shared: SharedPrefixes
     trained: int | None = None
     breaks: tuple[str, ...] = ()
+    unit: str = "tokens"
 
     @classmethod
     def of_trace(cls, trace: Trace) -> Found:
@@ -71,20 +74,21 @@ def prefixes_of(layout: Layout) -> SharedPrefixes:
 
 # ---------------------------------------------------------------- a file
 def read(path: str | os.PathLike[str], tokenizer: Tokenizer, min_shared: int = 1, compare_texts: bool = False) -> Found:
-    """The rollouts of a JSON-lines file, one group a line, in one of three forms:
+    """The rollouts of a file (:func:`dualkv.data.files.objects`), a group or a rollout a line. Groups have three forms:
 
         {"sequences": [[5, 6, 7, ...], ...], "loss_masks": [[0, 0, 1, ...], ...]}
         {"prompt": ..., "responses": [...]}
         {"lengths": [900, 40, 70, ...], "parent": [-1, 0, 0, ...]}
 
     Sequences are token ids, from the prompt's first token to the rollout's last; their masks may be left out. A prompt
-    and responses are token ids or text. `lengths` are the token counts of a tree's segments in depth-first order, and
-    `parent` the segment that each one continues, -1 for a prompt. Lines of token ids share prefixes with each other.
-    Other keys and blank lines are skipped.
+    and responses (or "completions") are token ids or text. `lengths` are the token counts of a tree's segments in
+    depth-first order, and `parent` the segment that each one continues, -1 for a prompt. Single rollouts have the forms
+    of :func:`dualkv.data.files.samples`. Lines of token ids share prefixes with each other. Other keys and blank lines
+    are skipped.
 
     Args:
         path: the file, UTF-8.
-        tokenizer: for prompts and responses given as text.
+        tokenizer: for text and messages.
         min_shared: as for :func:`dualkv.pack_sequences`.
         compare_texts: decode tokens, to say whether those that differ stand for equal text.
 
@@ -96,22 +100,19 @@ def read(path: str | os.PathLike[str], tokenizer: Tokenizer, min_shared: int = 1
     trees: list[SharedPrefixes] = []
     lines: list[str] = []  # of each sequence
     trained: int | None = 0
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
+    for where, data in objects(path):
+        try:
+            if "lengths" in data:
+                trees.append(_tree(data))
+                trained = None
                 continue
-            try:
-                data = of_line(line)
-                if "lengths" in data:
-                    trees.append(_tree(data))
-                    trained = None
-                    continue
-                rows, count = _sequences(data, tokenizer)
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"{path}:{number}: {error}") from None
-            lines += [f"line {number}, sequence {i}" for i in range(len(rows))]
-            sequences += rows
-            trained = None if trained is None or count is None else trained + count
+            rows, count = _sequences(data, tokenizer)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{where}: {error}") from None
+        line = where.removeprefix(f"{path}").replace(":", "line ", 1)
+        lines += [f"{line}, sequence {i}" for i in range(len(rows))]
+        sequences += rows
+        trained = None if trained is None or count is None else trained + count
     said: list[str] = []
     if sequences:
         host, shared, _ = read_sequences(sequences, min_shared)
@@ -120,7 +121,8 @@ def read(path: str | os.PathLike[str], tokenizer: Tokenizer, min_shared: int = 1
         trees.insert(0, shared.at_least(min_shared))
     if not trees:
         raise ValueError(f"{path}: no rollouts in it, expected one JSON object a line")
-    return Found(os.path.basename(path), _joined(trees), trained, tuple(said))
+    unit = "bytes" if getattr(tokenizer, "used", False) else "tokens"
+    return Found(os.path.basename(path), _joined(trees), trained, tuple(said), unit)
 
 
 def _tree(data: dict[str, Any]) -> SharedPrefixes:
@@ -149,16 +151,15 @@ def _sequences(data: dict[str, Any], tokenizer: Tokenizer) -> tuple[list[list[in
         if not isinstance(masks, list) or list(map(_size, masks)) != list(map(len, rows)):
             raise ValueError("'loss_masks' must have a list of zeros and ones for each sequence, as long as it")
         return rows, sum(map(sum, masks))
-    if "prompt" not in data or "responses" not in data:
-        raise ValueError(
-            f"expected 'sequences', 'prompt' and 'responses', or 'lengths' and 'parent', found {sorted(data)}"
-        )
+    of = next((key for key in ("responses", "completions") if key in data), None)
+    if "prompt" not in data or of is None:
+        found = samples(data, tokenizer)
+        counts = [None if sample.mask is None else sum(sample.mask) for sample in found]
+        return [s.tokens for s in found], None if None in counts else sum(c or 0 for c in counts)
     prompt = token_ids("prompt", data["prompt"], tokenizer).tolist()
     if not prompt:
         raise ValueError("'prompt' is empty, expected at least one token")
-    responses = [
-        token_ids(f"responses[{i}]", row, tokenizer).tolist() for i, row in enumerate(_listed(data, "responses"))
-    ]
+    responses = [token_ids(f"{of}[{i}]", row, tokenizer).tolist() for i, row in enumerate(_listed(data, of))]
     return [[*prompt, *response] for response in responses], sum(map(len, responses))
 
 
@@ -226,7 +227,7 @@ class Summary:
     depth: levels of the deepest tree. segments: their number; shortest, median, longest: tokens of them.
     flop_ratio: of an update of `model`, replicated over packed.
     saved, pays, verdict: by :mod:`dualkv.data.gain`, whatever the model.
-    breaks: as of :class:`Found`.
+    breaks, unit: as of :class:`Found`.
     """
 
     name: str
@@ -245,6 +246,7 @@ class Summary:
     pays: bool
     verdict: str
     breaks: tuple[str, ...]
+    unit: str = "tokens"
 
     @classmethod
     def of(cls, found: Found, model: str) -> Summary:
@@ -263,7 +265,7 @@ class Summary:
         return cls(
             found.name, len(found.shared), gain.replicated_rows, gain.rows, gain.ratio, layout.depth, len(tree.length),
             int(tree.length.min()), float(np.median(tree.length)), int(tree.length.max()), model, before / after,
-            gain.saved, gain.pays, str(gain), found.breaks,
+            gain.saved, gain.pays, str(gain), found.breaks, found.unit,
         )  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:

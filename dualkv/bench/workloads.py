@@ -330,7 +330,8 @@ def of_rollouts(path: Path, tokenizer: str | None = None, budget: int | None = N
     """The groups of a rollouts file: one workload, or one for each micro-batch of at most `budget` packed tokens.
 
     Args:
-        path: JSON lines, as `dualkv demo --rollouts` reads them; only lengths count here.
+        path: JSON lines, as `dualkv demo --rollouts` reads them; only lengths count here. The
+            name says so where these are bytes of text that no tokenizer has encoded.
         tokenizer: local folder of a Hugging Face tokenizer for prompts and responses given as text; None: bytes.
         budget: a group beyond it is split and repeats its prompt.
 
@@ -338,15 +339,17 @@ def of_rollouts(path: Path, tokenizer: str | None = None, budget: int | None = N
         ValueError: a file that is no such rollouts, a budget below a prompt with one of its responses.
         OSError: a file that cannot be read.
     """
-    rollouts = read_rollouts(path, load_tokenizer(tokenizer), sys.maxsize)
+    encoder = load_tokenizer(tokenizer)
+    rollouts = read_rollouts(path, encoder, sys.maxsize, rewards=False)
+    name = f"{path.name} (bytes)" if getattr(encoder, "used", False) else path.name
     prompt_lens = [len(prompt) for prompt in rollouts.prompts]
     response_lens = [[len(response) for response in group] for group in rollouts.responses]
     if budget is None:
-        return [_of_lengths(path.name, prompt_lens, response_lens)]
+        return [_of_lengths(name, prompt_lens, response_lens)]
     plans = plan_micro_batches(prompt_lens, response_lens, budget)
     return [
         _of_lengths(
-            f"{path.name} {i}/{len(plans)}",
+            f"{name} {i}/{len(plans)}",
             [prompt_lens[g] for g, _ in plan.parts],
             [[response_lens[g][r] for r in some] for g, some in plan.parts],
         )

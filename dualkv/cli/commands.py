@@ -75,7 +75,8 @@ def demo(
         str | None,
         typer.Option(
             help='JSON lines of {"prompt", "responses", "rewards"}, text or token ids; for several turns '
-            '{"sequences", "loss_masks", "rewards"}, token ids and as many 0 and 1. Default: sampled live.'
+            '{"sequences", "loss_masks", "rewards"}, token ids and as many 0 and 1; or a rollout a line, as for'
+            " `dualkv trees`, with a reward. Default: sampled live."
         ),
     ] = DEFAULT.rollouts,
     tokenizer: Annotated[
@@ -354,9 +355,10 @@ def trees(
         list[Path] | None,
         typer.Option(
             "--from",
-            metavar="FILE.jsonl",
-            help='Rollouts, a group a line: {"sequences", "loss_masks"} of token ids, {"prompt", "responses"}, or the'
-            ' {"lengths", "parent"} of a tree\'s segments. Default: traces that the program draws.',
+            metavar="FILE",
+            help='Rollouts, a group or a rollout a line: {"sequences", "loss_masks"} of token ids, {"prompt",'
+            ' "responses"}, {"messages"}, files of veRL, verifiers, ART and SWE-agent (.gz; - for standard input), or'
+            ' the {"lengths", "parent"} of a tree\'s segments. Default: traces that the program draws.',
         ),
     ] = None,
     trace: Annotated[
@@ -388,7 +390,8 @@ def trees(
     summaries = [saved.Summary.of(one, model) for one in found]
     console.print(saved.table(summaries))
     for summary in summaries:
-        for sentence in (summary.verdict, *summary.breaks):
+        counted = ["text without --tokenizer: bytes are counted, not tokens"] * (summary.unit == "bytes")
+        for sentence in (*counted, summary.verdict, *summary.breaks):
             console.print(f"{summary.name}: {sentence}", markup=False, highlight=False, soft_wrap=True)
     write_json({"rollouts": [summary.as_dict() for summary in summaries]}, json_to)
 

@@ -8,12 +8,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from codegen.packages import require
-from dualkv.prefixes import MAX_TOKEN
+from dualkv.data.files import Message, Sample, Tokenizer, check_ids, kind, objects, samples
 
 
 @dataclass(frozen=True)
@@ -72,29 +72,32 @@ class Rollouts:
         return sum(rewards) / len(rewards)
 
 
-class Tokenizer(Protocol):
-    """The interface of a tokenizer in this module. `decode` takes ids below `vocab_size`."""
-
-    vocab_size: int
-    eos_id: int | None
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-
 class ByteTokenizer:
-    """Token ids 0 to 255 are the bytes of UTF-8, and 256 ends a text. Needs no files."""
+    """Token ids 0 to 255 are the bytes of UTF-8, and 256 ends a text. Needs no files.
+
+    Attributes:
+        used: whether text was encoded, so that what is counted are bytes.
+    """
 
     vocab_size = 257
     eos_id: int | None = 256
+    used = False
 
     def encode(self, text: str) -> list[int]:
+        self.used = True
         return list(text.encode("utf-8", errors="surrogatepass"))  # JSON can carry half of a surrogate pair
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of some ids. Invalid UTF-8 becomes U+FFFD; the end of text is skipped."""
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+    def render(self, messages: list[Message], tools: Any = None, reply: bool = False) -> list[int]:
+        """A line with the role and one with the text and tool calls, for each message."""
+        lines = [json.dumps(tools)] if tools else []
+        for message in messages:
+            calls = json.dumps(message["tool_calls"]) if message.get("tool_calls") else ""
+            lines += [f"<{message['role']}>", message["content"] + calls]
+        return self.encode("".join(f"{line}\n" for line in lines + ["<assistant>"] * reply))
 
 
 class LocalTokenizer:
@@ -116,6 +119,18 @@ class LocalTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
+    def render(self, messages: list[Message], tools: Any = None, reply: bool = False) -> list[int]:
+        """Apply the tokenizer's chat template; raises ValueError if it has none, or refuses the messages."""
+        if not messages and not reply:
+            return []
+        try:
+            ids = self._tokenizer.apply_chat_template(
+                messages, tools=tools or None, add_generation_prompt=reply, tokenize=True, return_dict=False
+            )
+        except Exception as error:
+            raise ValueError(f"the tokenizer's chat template: {' '.join(str(error).split())[:200]}") from error
+        return list(ids)
+
 
 def load_tokenizer(path: str | os.PathLike[str] | None) -> Tokenizer:
     """The Hugging Face tokenizer of a local folder, or the byte-level one for None."""
@@ -123,36 +138,45 @@ def load_tokenizer(path: str | os.PathLike[str] | None) -> Tokenizer:
 
 
 # ---------------------------------------------------------------------- from a file
-def read_rollouts(path: str | os.PathLike[str], tokenizer: Tokenizer, vocab_size: int) -> Rollouts:
-    """Rollouts from a JSON-lines file, one group a line.
+def read_rollouts(
+    path: str | os.PathLike[str], tokenizer: Tokenizer, vocab_size: int, rewards: bool = True
+) -> Rollouts:
+    """Rollouts from a file (:func:`dualkv.data.files.objects`), one group or one rollout a line.
 
-    A line is `{"prompt": ..., "responses": [...], "rewards": [...]}`. The prompt and each response are text (encoded
-    with `tokenizer`, without special tokens) or a list of token ids; `rewards` has one finite number for each response.
+    A group is `{"prompt": ..., "responses": [...], "rewards": [...]}`, or `"completions"` for responses. The prompt and
+    each response are text (encoded with `tokenizer`, without special tokens) or a list of token ids; `rewards` has one
+    finite number for each response.
 
-    For rollouts of several turns a line is `{"sequences": [...], "loss_masks": [...], "rewards": [...]}`. Each sequence
+    A group of rollouts of several turns is `{"sequences": [...], "loss_masks": [...], "rewards": [...]}`. Each sequence
     has all token ids of a rollout, prompt included. Its mask has a 0 or 1 for each token, 1 for tokens that the policy
     wrote. The prompt is the prefix that all sequences of the line share, up to the first token that counts.
+
+    One rollout is any form of :func:`dualkv.data.files.samples`. Rollouts whose tokens are equal up to the first one
+    that counts are a group, wherever they are in the file.
 
     Other keys and blank lines are skipped.
 
     Args:
         path: the file, UTF-8.
-        tokenizer: for prompts and responses given as text.
+        tokenizer: for text and messages.
         vocab_size: token ids must be below it (the model's vocabulary).
+        rewards: whether rollouts need a reward; without one it is 0.
 
     Raises:
         ValueError: the first error, as `file:line: message`.
         OSError: a file that cannot be read.
     """
     groups: list[_Group] = []
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
+    found: dict[tuple[int, ...], _Group] = {}  # groups of single rollouts, by their prompts
+    for where, data in objects(path):
+        try:
+            if {"sequences", "responses", "completions", "rewards"} & data.keys():
+                groups.append(_parse_group(data, tokenizer, vocab_size, rewards))
                 continue
-            try:
-                groups.append(_parse_group(line, tokenizer, vocab_size))
-            except ValueError as error:
-                raise ValueError(f"{path}:{number}: {error}") from None
+            for sample in samples(data, tokenizer, vocab_size):
+                _put(sample, found, groups, rewards)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
     if not groups:
         raise ValueError(f"{path}: no rollouts in it, expected one JSON object a line")
     masks = None
@@ -161,9 +185,32 @@ def read_rollouts(path: str | os.PathLike[str], tokenizer: Tokenizer, vocab_size
     return Rollouts([g.prompt for g in groups], [g.responses for g in groups], [g.rewards for g in groups], masks)
 
 
+def _put(sample: Sample, found: dict[tuple[int, ...], _Group], groups: list[_Group], needs_reward: bool) -> None:
+    """Add a rollout to the group with its prompt, or a new one."""
+    if sample.mask is None:
+        raise ValueError(
+            "which tokens count is not known, expected a mask of them, or a chat template that writes earlier messages"
+            " as it writes last ones"
+        )
+    if sample.reward is None and needs_reward:
+        raise ValueError("'reward' (or 'score') is missing")
+    first = sample.mask.index(1) if 1 in sample.mask else len(sample.mask)
+    if not first:
+        raise ValueError("the first token counts, expected a prompt before it")
+    prompt, response = (torch.tensor(x, dtype=torch.int64) for x in (sample.tokens[:first], sample.tokens[first:]))
+    group = found.get(key := tuple(sample.tokens[:first]))
+    if group is None:
+        group = found[key] = _Group(prompt, [], [], [])
+        groups.append(group)
+    group.responses.append(response)
+    group.rewards.append(sample.reward or 0.0)
+    assert group.masks is not None
+    group.masks.append(torch.tensor(sample.mask[first:], dtype=torch.bool))
+
+
 @dataclass(frozen=True)
 class _Group:
-    """One line of a file."""
+    """A prompt and its rollouts."""
 
     prompt: torch.Tensor
     responses: list[torch.Tensor]
@@ -171,37 +218,20 @@ class _Group:
     masks: list[torch.Tensor] | None = None
 
 
-def of_line(line: bytes) -> dict[str, Any]:
-    """The JSON object of a line.
-
-    Raises:
-        ValueError: not JSON, not UTF-8, or no object.
-    """
-    try:
-        data = json.loads(line.rstrip(b"\r\n"))  # behind a line break columns begin anew
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON ({error.msg} at column {error.colno})") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 (byte {error.start} of the line)") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"expected a JSON object, got {_kind(data)}")
-    return data
-
-
-def _parse_group(line: bytes, tokenizer: Tokenizer, vocab_size: int) -> _Group:
-    data = of_line(line)
-    turns = "sequences" in data
-    for key in ("sequences", "loss_masks", "rewards") if turns else ("prompt", "responses", "rewards"):
+def _parse_group(data: dict[str, Any], tokenizer: Tokenizer, vocab_size: int, needs_rewards: bool) -> _Group:
+    of = next((key for key in ("sequences", "completions") if key in data), "responses")
+    if not needs_rewards and isinstance(data.get(of), list):
+        data = {"rewards": [0.0] * len(data[of]), **data}
+    for key in ("sequences", "loss_masks", "rewards") if of == "sequences" else ("prompt", of, "rewards"):
         if key not in data:
             raise ValueError(f"{key!r} is missing, found {sorted(data)}")
-    if turns:
-        rewards = _rewards(data, "sequences")
+    rewards = _rewards(data, of)
+    if of == "sequences":
         return _turns(data["sequences"], data["loss_masks"], rewards, vocab_size)
     prompt = token_ids("prompt", data["prompt"], tokenizer, vocab_size)
     if not len(prompt):
         raise ValueError("'prompt' is empty, expected at least one token")
-    rewards = _rewards(data, "responses")
-    responses = [token_ids(f"responses[{i}]", r, tokenizer, vocab_size) for i, r in enumerate(data["responses"])]
+    responses = [token_ids(f"{of}[{i}]", r, tokenizer, vocab_size) for i, r in enumerate(data[of])]
     return _Group(prompt, responses, rewards)
 
 
@@ -209,7 +239,7 @@ def _rewards(data: dict[str, Any], of: str) -> list[float]:
     """One finite number for each entry of `data[of]`, which is a list and not empty."""
     for key in (of, "rewards"):
         if not isinstance(data[key], list):
-            raise ValueError(f"{key!r} must be a list, got {_kind(data[key])}")
+            raise ValueError(f"{key!r} must be a list, got {kind(data[key])}")
     one = of.removesuffix("s")
     if not data[of]:
         raise ValueError(f"{of!r} is empty, expected at least one {one}")
@@ -224,12 +254,12 @@ def _rewards(data: dict[str, Any], of: str) -> list[float]:
 def _turns(listed: list[Any], loss_masks: Any, rewards: list[float], vocab_size: int) -> _Group:
     """The group of some whole sequences, divided into the prompt that they share and their responses."""
     if not isinstance(loss_masks, list) or len(loss_masks) != len(listed):
-        found = f"{len(loss_masks)} masks" if isinstance(loss_masks, list) else _kind(loss_masks)
+        found = f"{len(loss_masks)} masks" if isinstance(loss_masks, list) else kind(loss_masks)
         raise ValueError(f"'loss_masks' must be a list of {len(listed)} masks, one a sequence, got {found}")
     sequences, masks = [], []
     for i, (ids, mask) in enumerate(zip(listed, loss_masks, strict=True)):
         if not isinstance(ids, list):
-            raise ValueError(f"'sequences[{i}]' must be a list of token ids, got {_kind(ids)}")
+            raise ValueError(f"'sequences[{i}]' must be a list of token ids, got {kind(ids)}")
         sequences.append(_ids(f"sequences[{i}]", ids, vocab_size))
         if not isinstance(mask, list) or len(mask) != len(ids) or any(m not in (0, 1) for m in mask):
             raise ValueError(f"'loss_masks[{i}]' must be a list of {len(ids)} values 0 or 1, one a token")
@@ -252,29 +282,11 @@ def token_ids(name: str, value: Any, tokenizer: Tokenizer, vocab_size: int | Non
     Raises:
         ValueError: neither of them, or ids outside the vocabulary; the message begins with `name`.
     """
-    if isinstance(value, str):
-        ids = tokenizer.encode(value)
-    elif isinstance(value, list):
-        ids = value
-    else:
-        raise ValueError(f"{name!r} must be text or a list of token ids, got {_kind(value)}")
-    return _ids(name, ids, vocab_size)
+    return _ids(name, tokenizer.encode(value) if isinstance(value, str) else value, vocab_size)
 
 
-def _ids(name: str, ids: list[Any], vocab_size: int | None) -> torch.Tensor:
-    most = MAX_TOKEN if vocab_size is None else vocab_size - 1
-    for i, token in enumerate(ids):
-        if isinstance(token, bool) or not isinstance(token, int):
-            raise ValueError(f"{name}[{i}] is {json.dumps(token)}, expected a token id")
-        if not 0 <= token <= most:
-            of_model = "" if vocab_size is None else f", outside the model's vocabulary of {vocab_size}"
-            raise ValueError(f"{name}[{i}] is token {token}{of_model}, expected a token id from 0 to {most}")
-    return torch.tensor(ids, dtype=torch.int64)
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "text", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")
+def _ids(name: str, ids: Any, vocab_size: int | None) -> torch.Tensor:
+    return torch.tensor(check_ids(name, ids, vocab_size), dtype=torch.int64)
 
 
 # ---------------------------------------------------------------------- for live sampling

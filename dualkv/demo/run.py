@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import sys
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -240,6 +241,8 @@ class _Demo:
     def __init__(self, settings: DemoSettings, track: Track) -> None:
         self.settings, self.track = settings, track
         self.tokenizer = load_tokenizer(settings.tokenizer)
+        if settings.rollouts not in (None, "-"):  # its errors come before the model is loaded
+            read_rollouts(settings.rollouts, self.tokenizer, sys.maxsize)
         self.model = load_model(settings.model, DTYPES[settings.dtype], settings.torch_device, settings.seed)
         self.initial = {name: value.to("cpu", copy=True) for name, value in self.model.state_dict().items()}
         if settings.gradient_checkpointing:

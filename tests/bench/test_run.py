@@ -225,7 +225,7 @@ def test_command_line_without_a_gpu(dualkv_bench, monkeypatch, tmp_path):
     assert "7:3x2" in out
     path = tmp_path / "rollouts.jsonl"
     path.write_text("\n".join(json.dumps(group) for group in ROLLOUTS))
-    assert "rollouts.jsonl 2/2" in dualkv_bench("--list", "--rollouts", path, "--budget", 13)[1]
+    assert "rollouts.jsonl (bytes) 2/2" in dualkv_bench("--list", "--rollouts", path, "--budget", 13)[1]
     for words, says in (
         (["-w", "nothing"], "workload 'nothing' is neither a name"),
         (["--head-dim", "84"], "head_dim is 84, expected"),

@@ -138,7 +138,7 @@ def test_a_file_of_rollouts(run, tmp_path):
     [
         ("{", "not valid JSON"),
         ("[]", "expected a JSON object"),
-        ('{"rewards": [1]}', "'sequences', 'prompt' and 'responses', or 'lengths'"),
+        ('{"rewards": [1]}', "expected 'sequences', 'prompt' with 'responses',"),
         ('{"sequences": []}', "'sequences' must be a list"),
         ('{"sequences": [[1], []]}', r"sequences\[1\] is empty"),
         ('{"sequences": [[1, -2]]}', r"sequences\[0\]\[1\] is token -2, expected a token id from 0 to 4294967295"),

@@ -90,9 +90,13 @@ def test_workloads_of_a_rollouts_file(tmp_path):
     path = tmp_path / "rollouts.jsonl"
     path.write_text("\n".join(json.dumps(group) for group in ROLLOUTS))
     (whole,) = of_rollouts(path)
-    assert (whole.name, whole.prompt_lens, whole.response_lens) == ("rollouts.jsonl", (5, 9), ((3, 2), (0, 2, 1)))
+    assert (whole.name, whole.prompt_lens, whole.response_lens) == (
+        "rollouts.jsonl (bytes)",
+        (5, 9),
+        ((3, 2), (0, 2, 1)),
+    )
     batches = of_rollouts(path, budget=13)
-    assert [b.name for b in batches] == ["rollouts.jsonl 1/2", "rollouts.jsonl 2/2"]
+    assert [b.name for b in batches] == ["rollouts.jsonl (bytes) 1/2", "rollouts.jsonl (bytes) 2/2"]
     assert sorted(zip([b.prompt_lens for b in batches], [b.response_lens for b in batches], strict=True)) == [
         ((5,), ((3, 2),)), ((9,), ((0, 2, 1),)),
     ]  # fmt: skip

@@ -1,0 +1,184 @@
+"""Files of rollouts of other tools: in the form that each tool writes, or that its documentation shows."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dualkv.bench import trees
+from dualkv.data.files import samples
+from dualkv.data.rollouts import ByteTokenizer, Rollouts, load_tokenizer, read_rollouts
+
+ASK = [{"role": "system", "content": "Use tools."}, {"role": "user", "content": "What is 2+2?"}]
+CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 2}'}}
+TURNS = [
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "4", "tool_call_id": "call_1"},
+    {"role": "assistant", "content": "It is 4."},
+]
+
+
+def choice(message: dict[str, Any]) -> dict[str, Any]:
+    """Make what `Choice.to_dict()` of the openai package returns."""
+    return {"finish_reason": "stop", "index": 0, "logprobs": None, "message": message}
+
+
+# By the tool: a rollout as it writes it. All are of the same conversation where they have messages.
+ROLLOUTS: dict[str, dict[str, Any]] = {
+    # `AgentLoopOutput.model_dump_json()` of veRL
+    "veRL, agent loop": {
+        "prompt_ids": [5, 6], "response_ids": [7, 8, 9], "response_mask": [1, 0, 1], "response_logprobs": None,
+        "reward_score": 1.0, "num_turns": 3, "metrics": {"generate_sequences": 0.0}, "extra_fields": {},
+    },
+    # `trainer.rollout_data_dir` of veRL
+    "veRL, rollout_data_dir": {"input": "user\n2+2?\n", "output": "4", "gts": "4", "score": 1.0, "step": 1},
+    # `ProcessedOutputs` of verifiers, by row, and `TrainingSample` of prime-rl
+    "verifiers, prime-rl": {
+        "prompt_ids": [5, 6], "prompt_mask": [0, 0], "completion_ids": [7, 8, 9], "completion_mask": [1, 0, 1],
+        "completion_logprobs": [-0.1, 0.0, -0.3], "reward": 1.0,
+    },
+    # results.jsonl of verifiers; prompt and completion of TRL's conversational datasets
+    "verifiers, results": {"example_id": 0, "prompt": ASK, "completion": TURNS, "answer": "4", "reward": 1.0},
+    "OpenAI": {"messages": ASK + TURNS, "tools": None, "reward": 1.0},
+    "TRL, text": {"prompt": "The sky is", "completion": " blue.", "reward": 1.0},
+    "ids and a mask": {"input_ids": [5, 6, 7], "loss_mask": [0, 0, 1], "reward": 1.0},
+    # `trajectory_to_dict` of ART
+    "ART": {
+        "reward": 1.0, "metrics": {}, "metadata": {}, "tools": None, "additional_histories": [], "logs": [],
+        "messages_and_choices": [*ASK, choice(TURNS[0]), TURNS[1], choice(TURNS[2])],
+    },
+    # a .traj file of SWE-agent; the steps of "trajectory" are not messages
+    "SWE-agent": {
+        "trajectory": [{"response": "It is 4.", "thought": "", "action": "submit", "observation": "", "query": ASK}],
+        "history": [
+            {"role": "system", "content": "Use tools.", "agent": "main", "message_type": "system_prompt"},
+            {"role": "user", "content": [{"type": "text", "text": "What is 2+2?"}], "agent": "main"},
+            {"role": "assistant", "content": "", "tool_calls": [CALL], "agent": "main", "thought": ""},
+            {"role": "tool", "content": "4", "tool_call_ids": ["call_1"], "agent": "main"},
+            {"role": "assistant", "content": "It is 4.", "agent": "main"},
+        ],
+        "info": {"exit_status": "submitted"},
+    },
+    # SWE-rebench's trajectories of OpenHands
+    "messages as trajectory": {"trajectory": ASK + TURNS, "instance_id": "a__b-1", "reward": 1.0},
+}  # fmt: skip
+CONVERSATIONS = ["verifiers, results", "OpenAI", "ART", "SWE-agent", "messages as trajectory"]
+
+
+def read(path: Path, *lines: Any, rewards: bool = True) -> Rollouts:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return read_rollouts(path, ByteTokenizer(), 320, rewards)
+
+
+@pytest.mark.parametrize("tool", ROLLOUTS)
+def test_rollouts_of_tools(tmp_path: Path, tool: str) -> None:
+    """Two rollouts of one prompt, on two lines, are one group."""
+    rewarded = {"reward", "score", "reward_score"} & {*ROLLOUTS[tool]}
+    found = read(tmp_path / "rollouts.jsonl", ROLLOUTS[tool], ROLLOUTS[tool], rewards=bool(rewarded))
+    assert found.group_sizes == [2]
+    assert found.rewards == [[1.0, 1.0] if rewarded else [0.0, 0.0]]
+    assert found.masks is not None
+    (prompt,), (response, again), (mask, _) = found.prompts, found.responses[0], found.masks[0]
+    assert response.tolist() == again.tolist()
+    assert bool(mask[0])
+    if "prompt_ids" in ROLLOUTS[tool]:
+        assert (prompt.tolist(), response.tolist(), mask.tolist()) == ([5, 6], [7, 8, 9], [True, False, True])
+    if tool in CONVERSATIONS:
+        text = ByteTokenizer().decode([t for t, own in zip(response.tolist(), mask.tolist(), strict=True) if own])
+        assert text == json.dumps([CALL]) + "\n" + "It is 4.\n"
+        asked = "<system>\nUse tools.\n<user>\nWhat is 2+2?\n<assistant>\n"
+        assert ByteTokenizer().decode(prompt.tolist()) == asked
+    shared = trees.read(tmp_path / "rollouts.jsonl", ByteTokenizer())
+    assert shared.trained == 2 * int(mask.sum())
+    assert shared.unit == ("tokens" if {"prompt_ids", "input_ids"} & {*ROLLOUTS[tool]} else "bytes")
+
+
+def test_groups_of_art(tmp_path: Path) -> None:
+    """`TrajectoryGroup` a line; a choice is trained, an assistant's message that is none is not."""
+    shown = {"role": "assistant", "content": "An example."}
+    one = ROLLOUTS["ART"] | {"messages_and_choices": [*ASK, shown, ASK[1], choice(TURNS[2])]}
+    found = read(tmp_path / "art.jsonl", {"trajectories": [one, one | {"reward": 0}]})
+    assert found.rewards == [[1.0, 0.0]]
+    assert ByteTokenizer().decode(found.responses[0][0].tolist()) == "It is 4.\n"
+
+
+def test_completions_are_responses(tmp_path: Path) -> None:
+    found = read(tmp_path / "a.jsonl", {"prompt": "hi", "completions": ["a", "bc"], "rewards": [0, 1]})
+    assert [r.tolist() for r in found.responses[0]] == [[97], [98, 99]]
+
+
+def test_files_that_are_compressed_or_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = json.dumps(ROLLOUTS["OpenAI"]).encode() + b"\n"
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(line * 2))
+    pretty = json.dumps(ROLLOUTS["SWE-agent"], indent=2)
+    for folder in ("a", "b"):
+        (tmp_path / "runs" / folder).mkdir(parents=True)
+        (tmp_path / "runs" / folder / f"{folder}.traj").write_text(pretty)
+    (tmp_path / "all.json").write_text(json.dumps([ROLLOUTS["ART"]] * 2))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(line * 2)))
+    for name in (str(tmp_path / "a.jsonl.gz"), str(tmp_path / "runs"), str(tmp_path / "all.json"), "-"):
+        assert read_rollouts(name, ByteTokenizer(), 320, rewards=False).group_sizes == [2], name
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.traj", '{\n  "history": [\n}', "a.traj:3: not valid JSON (Expecting value at column 1)"),
+        ("a.jsonl", '{\n "history": 1,,\n}', "a.jsonl:2: not valid JSON"),
+        ("a.json", "[3]", "a.json[0]: expected a JSON object, got a number"),
+        ("a.jsonl", '{"messages": [{"role": "user", "content": 5}]}', ":1: 'content' of messages[0] must be text"),
+        ("a.jsonl", '{"messages": [{"role": "user"}, "b"]}', "messages[1] must be a message with a 'role', got text"),
+        ("a.jsonl", '{"prompt_ids": [1], "completion_ids": [2], "completion_mask": [1, 1]}', "a list of 1 values"),
+        ("a.jsonl", '{"prompt_ids": [1], "completion_ids": [true]}', "completion_ids[0] is true, expected a token id"),
+        ("a.jsonl", '{"input": "a", "output": "b"}', "'reward' (or 'score') is missing"),
+        ("a.jsonl", '{"input": "a", "output": "b", "score": "high"}', "'score' is \"high\", expected a finite number"),
+        ("a.jsonl", '{"input_ids": [1, 2], "reward": 1}', "which tokens count is not known"),
+        ("a.jsonl", '{"input_ids": [1, 2], "loss_mask": [1, 1], "reward": 1}', "expected a prompt before it"),
+        ("a.jsonl", '{"question": "a"}', "expected 'sequences', 'prompt' with"),
+    ],
+)  # fmt: skip
+def test_bad_files(tmp_path: Path, name: str, text: str, says: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=re.escape(says)) as caught:
+        read_rollouts(tmp_path / name, ByteTokenizer(), 320)
+    assert str(caught.value).startswith(str(tmp_path / name))
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }} {% if m.role == 'assistant' and not loop.last and DROPS %}-{% endif %}"
+    "{{ m.content }} end {% endfor %}{% if add_generation_prompt %}assistant {% endif %}"
+)
+
+
+def test_chat_templates(tmp_path: Path) -> None:
+    """The template says which tokens a reply has. One that writes earlier replies otherwise leaves the mask unknown."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<unk>", "user", "assistant", "end", "hello", "world", "-"]
+    words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    messages = [{"role": "user" if i % 2 == 0 else "assistant", "content": ["hello", "world"][i % 2]} for i in range(4)]
+    rollout = {"messages": messages, "reward": 1}
+    for drops in ("false", "true"):
+        made = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
+        made.chat_template = TEMPLATE.replace("DROPS", drops)
+        made.save_pretrained(tmp_path / drops)
+        (one,) = samples(rollout, load_tokenizer(tmp_path / drops))
+        if drops == "true":
+            assert one.mask is None
+            continue
+        assert one.tokens == [1, 4, 3, 2, 5, 3] * 2
+        assert one.mask == [0, 0, 0, 0, 1, 1] * 2
+    made.chat_template = None
+    made.save_pretrained(tmp_path / "none")
+    (tmp_path / "none" / "chat_template.jinja").unlink(missing_ok=True)
+    with pytest.raises(ValueError, match="the tokenizer's chat template: "):
+        samples(rollout, load_tokenizer(tmp_path / "none"))
