@@ -211,9 +211,10 @@ def requirements() -> list[str]:
 
 def _download(folder: Path) -> None:
     words = [*_installer(), "--target", str(folder), "--no-deps", "--only-binary", ":all:", *requirements()]
-    done = subprocess.run(words, env=os.environ | {"PIP_USER": "0"}, capture_output=True, text=True)
+    # What pip reports of its downloads is shown as it comes, on standard error.
+    done = subprocess.run(words, env=os.environ | {"PIP_USER": "0"}, stdout=2, stderr=subprocess.PIPE, text=True)
     if done.returncode:
-        said = " ".join((done.stderr or done.stdout).split())[-1000:]
+        said = " ".join(done.stderr.split())[-1000:]
         raise KernelError(f"the private toolchain cannot be installed, `{' '.join(words)}` failed: {said}")
 
 

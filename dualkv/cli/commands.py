@@ -146,7 +146,7 @@ def demo(
         check_plot(plot)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
-    with tracked(console) as track:
+    with tracked(console, "loading the model") as track:
         from dualkv.demo.run import run_demo  # transformers takes seconds
 
         result = run_demo(settings, track)
@@ -386,6 +386,8 @@ def trees(
         return
     texts = tokenizer is not None
     found = [saved.read(path, load_tokenizer(tokenizer), min_shared, texts) for path in of or ()]
+    if len({one.name for one in found}) < len(found):  # of several folders
+        found = [dataclasses.replace(one, name=str(path)) for one, path in zip(found, of or (), strict=True)]
     found += saved.drawn(trace or ([] if of else saved.ALL))
     summaries = [saved.Summary.of(one, model) for one in found]
     console.print(saved.table(summaries))
@@ -471,7 +473,7 @@ def precompile(
         return
     if not specs:
         raise ValueError("nothing to compile: expected --models, --head-dims with --gqa, or --all")
-    with tracked(console) as track:
+    with tracked(console, line_of=lambda item: str(item[0])) as track:
         result = kernels.precompile(specs, Path(str(out)), jobs or kernels.usable_cpus(), _commas(emit), wheel, track)
     table = Table(*kernels.COLUMNS)
     for row in kernels.rows(result):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,14 @@ def wide_enough(console: Console) -> Console:
 
 
 @contextmanager
-def tracked(console: Console) -> Iterator[Any]:
-    """Progress bars of loops, one line at a time; on a terminal alone, and only while something runs."""
+def tracked(console: Console, first: str = "starting", line_of: Callable[[Any], str] | None = None) -> Iterator[Any]:
+    """Progress bars of loops, one line at a time, while something runs.
+
+    Args:
+        console: where no terminal shows it, there are no bars.
+        first: what runs before the first loop.
+        line_of: instead of bars prints this line for each item there; None prints none.
+    """
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -45,11 +51,13 @@ def tracked(console: Console) -> Iterator[Any]:
     progress = Progress(*columns, console=console, transient=True)
     # Elsewhere a progress bar would leave an empty line before what follows it: with rich 14.0 a disabled one too.
     with progress if console.is_interactive else nullcontext():
-        task = progress.add_task("loading the model", total=None)
+        task = progress.add_task(first, total=None)
 
         def track(items: Iterable[Any], what: str, total: int) -> Iterator[Any]:
             progress.reset(task, description=what, total=total)
-            for item in items:
+            for number, item in enumerate(items, start=1):
+                if line_of is not None and not console.is_interactive:
+                    console.print(f"{what} {number}/{total}: {line_of(item)}", markup=False, soft_wrap=True)
                 yield item
                 progress.advance(task)
 

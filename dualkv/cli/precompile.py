@@ -377,17 +377,14 @@ COLUMNS = ("kernel", "regs", "spills", "smem KiB", "threads", "CTA/SM", "")
 
 
 def rows(result: Result) -> Iterator[tuple[str, ...]]:
-    """One a kernel, under COLUMNS."""
-    for made in result.kernels:
-        record, spec = made.record, made.record["spec"]
-        if spec["operation"] in FORWARDS:
-            serves = f"GQA {spec['packed_heads']}"
-        else:
-            serves = f"d{spec['gradients']}" + (" deterministic" if spec["tile"].get("deterministic") else "")
-        dims = "/".join(str(spec[name]) for name in ("head_dim", "head_dim_v") if name in spec)
-        serves += f" {spec['features']}" if spec["features"] else ""
+    """One a kernel, under COLUMNS. Kernels that differ in their tiles alone have what differs."""
+    named = [_named(made.record["spec"]) for made in result.kernels]
+    for made, name in zip(result.kernels, named, strict=True):
+        record, tile = made.record, made.record["spec"]["tile"]
+        same = [m.record["spec"]["tile"] for m, other in zip(result.kernels, named, strict=True) if other == name]
+        differs = [f" {key}={value}" for key, value in tile.items() if any(x.get(key) != value for x in same)]
         yield (
-            f"{spec['operation']} {spec['dtype']} D={dims} {serves}",
+            name + "".join(differs),
             str(record["registers"]),
             str(record["spill_stores"] + record["spill_loads"]),
             f"{record['shared_memory'] / 1024:.1f}",
@@ -395,6 +392,16 @@ def rows(result: Result) -> Iterator[tuple[str, ...]]:
             str(record["ctas_per_sm"]),
             "found" if made.found else "compiled",
         )
+
+
+def _named(spec: dict[str, Any]) -> str:
+    """The operation, dtype, head dims and what a kernel serves."""
+    if spec["operation"] in FORWARDS:
+        serves = f"GQA {spec['packed_heads']}"
+    else:
+        serves = f"d{spec['gradients']}" + (" deterministic" if spec["tile"].get("deterministic") else "")
+    dims = "/".join(str(spec[name]) for name in ("head_dim", "head_dim_v") if name in spec)
+    return f"{spec['operation']} {spec['dtype']} D={dims} {serves}" + f" {spec['features']}" * bool(spec["features"])
 
 
 def summary(result: Result) -> str:

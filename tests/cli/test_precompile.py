@@ -442,3 +442,12 @@ def test_all_is_the_table(run, monkeypatch, tmp_path):
         code, _, err = run(*words)
         assert code == 1
         assert says in err
+
+
+def test_rows_of_the_table_are_different():
+    """Some kernels differ in their tiles alone; their rows say how."""
+    record = dict.fromkeys(("registers", "spill_stores", "spill_loads", "shared_memory", "threads", "ctas_per_sm"), 0)
+    made = [precompile.Made("", "", False, record | {"spec": spec.to_dict()}) for spec in table()]
+    names = [row[0] for row in precompile.rows(precompile.Result("", made, [], None, [], 0.0))]
+    assert len(set(names)) == len(names)
+    assert any("=" in name.partition(" D=")[2] for name in names)
