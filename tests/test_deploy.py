@@ -125,4 +125,4 @@ def test_ci_resolves_what_the_page_installs_beside_vllm_and_sglang():
     given = re.search(r"<<'END'\n(.*?)\nEND\n", (ROOT / ".ci" / "run").read_text(), re.DOTALL)[1]
     lines = {f".{line}".replace(".[]", ".") for line in given.splitlines()}
     assert {line.replace("'", "") for line in shown} == lines
-    assert len(lines) == 4
+    assert len(lines) == 6
