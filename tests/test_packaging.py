@@ -74,7 +74,6 @@ def test_metadata(distributions):
         "trl",
         "megatron",
         "verl",
-        "swift",
         "hybrid",
         "cudnn",
         "bench",
