@@ -99,3 +99,35 @@ def of_pairs(trainer: Any, pack_head: Callable[[Any, Any], None]) -> None:
         return expected, values()
 
     refuse_unequal(type(trainer), compute)
+
+
+def of_trees(trainer: Any, give: Callable[[list[dict[str, Any]]], tuple[Any, Any]], run: Callable[..., Any]) -> None:
+    """Check log-probs and entropies of TRL's prefix trees: those of each sample alone against those of the tree.
+
+    Args:
+        trainer: an asynchronous one.
+        give: takes samples, and returns the inputs of TRL's loss and what that gives the model.
+        run: calls an enabled model with these.
+    """
+    lens = MASK.sum(1).tolist()
+    samples = [
+        {"input_ids": ids[mask != 0], "completion_mask": torch.arange(n) >= 2, "old_log_probs": torch.zeros(n)}
+        | {"advantage": 1.0, "group_id": 0, "metrics": {}}
+        for ids, mask, n in zip(IDS, MASK, lens, strict=True)
+    ]
+
+    def compute(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        def values(out: Any, at: torch.Tensor) -> torch.Tensor:
+            return torch.stack([x.flatten()[at] for x in (out.log_probs, out.entropy)]).float()
+
+        def alone(ids: torch.Tensor) -> torch.Tensor:
+            labels = torch.cat([ids[1:], torch.tensor([-100])])[None]
+            out = model(input_ids=ids[None], shift_labels=labels, fused_lm_head=True)
+            return values(out, torch.arange(1, len(ids) - 1))
+
+        expected = torch.cat([alone(sample["input_ids"]) for sample in samples], 1)
+        enable(model, check=False)
+        inputs, given = give(samples)
+        return expected, values(run(model, **given), inputs["token_index"][0])
+
+    refuse_unequal(type(trainer), compute)
