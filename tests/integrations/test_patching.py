@@ -27,6 +27,9 @@ OWN = {
         "alone.context_parallel_size",
         "self.core_attention.latent_scale",
     },
+    "openrlhf/batches.py": {"sample.index", "sample.info", "setattr self", "strategy.boundaries"},
+    "openrlhf/models.py": {"output.entropy"},
+    "openrlhf/strategy.py": {"vars self"},
     "transformers/adapters.py": {"setattr small", "torch_module.register_module_module_registration_hook"},
     "transformers/checkpointing.py": {"vars decoder"},  # what gradient checkpointing keeps, as long as that is on
     "transformers/heads.py": {"setattr part", "seen.logits"},
@@ -39,6 +42,7 @@ OWN = {
     "verl/canary.py": {"engine.ulysses_sequence_parallel_size", "engine.use_ulysses_sp"},
     "verl/critic.py": {"config.architectures"},
     "verl/engine.py": {"output.last_hidden_state", "running.head", "running.layout"},
+    "verl/observed.py": {"model_config.model_type"},
     "verl/trainer.py": {"config.trainer.v1.trainer_mode"},
     "verl/work.py": {"text.layer_types"},
 }  # fmt: skip

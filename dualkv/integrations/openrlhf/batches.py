@@ -18,6 +18,7 @@ from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 from openrlhf.trainer.ppo_utils.replay_buffer import NaiveReplayBuffer
 
 from dualkv.data.trees import plan_sequences
+from dualkv.integrations import patching
 from dualkv.integrations.openrlhf.models import MIN_SHARED
 from dualkv.prefixes import read_sequences
 
@@ -27,9 +28,9 @@ _stock_split = RemoteExperienceMaker.split_rollout_samples
 
 def keep_groups_together() -> None:
     """Replace the three functions of OpenRLHF that choose dynamic batches, in this process."""
-    NaiveReplayBuffer.setup_dynamic_batch = setup_dynamic_batch
-    RemoteExperienceMaker.split_rollout_samples = split_rollout_samples
-    ppo_trainer.balance_experiences = balance_experiences
+    patching.of(NaiveReplayBuffer).replace("setup_dynamic_batch", setup_dynamic_batch)
+    patching.of(RemoteExperienceMaker).replace("split_rollout_samples", split_rollout_samples)
+    patching.of(ppo_trainer).replace("balance_experiences", balance_experiences)
 
 
 def tokens(samples: Sequence[Any]) -> list[torch.Tensor]:

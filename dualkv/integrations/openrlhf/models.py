@@ -16,6 +16,8 @@ from torch import nn
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from dualkv.data.trees import PackedSequences, pack_sequences
+from dualkv.integrations import patching
+from dualkv.integrations.patching import Changes
 from dualkv.integrations.transformers import enable, logprobs
 from dualkv.integrations.transformers.experts import load_balancing_loss
 
@@ -48,7 +50,7 @@ def pack_model(model: nn.Module) -> None:
             f"model is a {type(plain).__name__}, expected an Actor, or a model of get_llm_for_sequence_regression"
         )
     enable(getattr(plain, plain.base_model_prefix))
-    plain.forward = forward(plain)
+    patching.of(plain, "trainer").replace("forward", forward(plain))
 
 
 def _plain(model: Any) -> Any:
@@ -81,11 +83,9 @@ def _pack_actor(actor: Any) -> None:
             return stock(sequences, action_mask, attention_mask, **asked)
         batch = _pack(sequences, attention_mask, action_mask)
         routed: list[Any] = []
-        hook = decoder.register_forward_hook(lambda _module, _args, out: routed.append(out.get("router_logits")))
-        try:
+        with Changes(decoder) as watched:
+            watched.behind(lambda _module, _args, out: routed.append(out.get("router_logits")))
             values, entropies = logprobs(actor.model, batch, actor.temperature)
-        finally:
-            hook.remove()
         made = batch.unpack(values, like=action_mask)
         if not return_output:
             return made
@@ -96,7 +96,7 @@ def _pack_actor(actor: Any) -> None:
             output.entropy = batch.unpack(entropies, like=action_mask)
         return made, output
 
-    actor.forward = forward
+    patching.of(actor, "trainer").replace("forward", forward)
 
 
 def _critic(plain: Any) -> Any:

@@ -13,6 +13,7 @@ from openrlhf.models import Actor
 from openrlhf.utils import deepspeed
 from openrlhf.utils.deepspeed import DeepspeedStrategy
 
+from dualkv.integrations import patching
 from dualkv.integrations.openrlhf.batches import keep_groups_together
 from dualkv.integrations.openrlhf.models import pack_model
 
@@ -58,7 +59,7 @@ class PackedStrategy(DeepspeedStrategy):
 
 def install() -> None:
     """Make OpenRLHF's `get_strategy` return a :class:`PackedStrategy`, in this process."""
-    deepspeed.DeepspeedStrategy = PackedStrategy
+    patching.of(deepspeed).replace("DeepspeedStrategy", PackedStrategy)
 
 
 def refuse(args: Any) -> None:

@@ -9,8 +9,6 @@ prompt are put together again.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -26,6 +24,7 @@ from dualkv.data.packing import PackedBatch
 from dualkv.data.trees import PackedSequences
 from dualkv.integrations import losses
 from dualkv.integrations.metrics import count_rows
+from dualkv.integrations.patching import Changes
 from dualkv.integrations.transformers import media, suspended
 from dualkv.integrations.trl import probe
 from dualkv.integrations.trl.common import (
@@ -222,7 +221,8 @@ class PackedGroups(Base):
             found.append(own(*args, **kwargs))
             return found[-1]
 
-        with _log_probs_by(self, keep):
+        with Changes(self) as changes:
+            changes.replace(LOG_PROBS, keep)
             loss = super()._compute_loss(model, inputs)
         logps, entropies, _ = found[-1]
         self._seen.append((inputs[AT], logps.detach(), entropies.detach()))
@@ -237,21 +237,17 @@ class PackedGroups(Base):
     def _count_as_trl(self, model: Any, values: list[tuple[torch.Tensor, ...]]) -> None:
         """Replaces the metrics of the last micro-batches by those of TRL's code on TRL's micro-batches; `values` are
         the log-probs and entropies [B, R] of each of these."""
-        kept, off = self._metrics["train"], {"aux_loss_enabled", "_entropy_bonus_enabled"} & vars(self).keys()
-        before = {name: vars(self)[name] for name in off}
         as_trl: defaultdict[str, list[float]] = defaultdict(list)
-        self._metrics["train"] = as_trl
-        self.__dict__.update(dict.fromkeys(off, False))  # metrics of their own, and a controller that counts calls
-        try:
-            with torch.no_grad():
-                for inputs, own in zip(self._shuffled, values, strict=True):
-                    with _log_probs_by(self, lambda *_, _own=own, **__: (*_own, None)):
-                        super()._compute_loss(model, inputs)
-        finally:
-            self._metrics["train"] = kept
-            self.__dict__.update(before)
+        with torch.no_grad(), Changes(self) as changes:
+            changes.replace("_metrics", {**self._metrics, "train": as_trl})
+            # They have metrics of their own, and a controller that counts calls.
+            for name in {"aux_loss_enabled", "_entropy_bonus_enabled"} & vars(self).keys():
+                changes.replace(name, False)
+            for inputs, own in zip(self._shuffled, values, strict=True):
+                changes.replace(LOG_PROBS, lambda *_, _own=own, **__: (*_own, None))
+                super()._compute_loss(model, inputs)
         for name, of_batches in as_trl.items():
-            kept[name][-len(of_batches) :] = of_batches
+            self._metrics["train"][name][-len(of_batches) :] = of_batches
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         if not self.use_transformers_continuous_batching:
@@ -266,19 +262,6 @@ class GRPOTrainer(PackedGroups, trl.GRPOTrainer):
 
 class RLOOTrainer(PackedGroups, trl.RLOOTrainer):
     """`trl.RLOOTrainer` that computes once what rollouts of a micro-batch share, see :class:`PackedGroups`."""
-
-
-@contextmanager
-def _log_probs_by(trainer: Any, function: Callable[..., Any]) -> Iterator[None]:
-    """Call `function` in the place of a trainer's method of log-probs and entropies."""
-    was = vars(trainer).get(LOG_PROBS)
-    vars(trainer)[LOG_PROBS] = function
-    try:
-        yield
-    finally:
-        del vars(trainer)[LOG_PROBS]
-        if was is not None:
-            vars(trainer)[LOG_PROBS] = was
 
 
 def _media(given: Batch, rollouts: int, width: int) -> list[Batch]:
