@@ -18,42 +18,42 @@ from dualkv.integrations import patching
 from dualkv.integrations.patching import Changes
 
 FOLDER = Path(patching.__file__).parent
-# What other modules change: objects that they have made themselves, copies of configurations and models among them;
-# in `rotary.py` what the module sets in its own calls; settings of veRL.
+# Attributes that other modules may not set, whatever the object. Of classes and modules of other packages they may set
+# none at all.
+ATTRIBUTES = re.compile(
+    r"forward|__\w+__|_attn_implementation|_?gradient_checkpointing(_func)?|_forward_(pre_)?hooks\w*|dualkv_\w+"
+)
+# What other modules change by itself: copies of configurations, objects of their own, and in `rotary.py` what the
+# embedding sets in its calls.
 OWN = {
-    "megatron/enabling.py": {
-        "RUNNING.layer",
-        "RUNNING.packed",
-        "alone.context_parallel_size",
-        "self.core_attention.latent_scale",
-    },
-    "openrlhf/batches.py": {"sample.index", "sample.info", "setattr self", "strategy.boundaries"},
-    "openrlhf/models.py": {"output.entropy"},
+    "openrlhf/batches.py": {"setattr self"},
     "openrlhf/strategy.py": {"vars self"},
     "transformers/adapters.py": {"setattr small", "torch_module.register_module_module_registration_hook"},
     "transformers/checkpointing.py": {"vars decoder"},  # what gradient checkpointing keeps, as long as that is on
-    "transformers/heads.py": {"setattr part", "seen.logits"},
+    "transformers/heads.py": {"setattr part"},
     "transformers/recurrent/earlier.py": {"vars self"},
     "transformers/rotary.py": {"setattr module"},
-    "transformers/selfcheck.py": {"config._attn_implementation", "config.dtype", "module.training"},
-    "transformers/shrink.py": {"setattr config", "setattr part", "setattr small", "small.mamba_d_ssm", "vars part"},
-    "transformers/traced.py": {"of_numbers._dynamo_marked_constant"},
-    "verl/batches.py": {"model_config.model_type"},
-    "verl/canary.py": {"engine.ulysses_sequence_parallel_size", "engine.use_ulysses_sp"},
-    "verl/critic.py": {"config.architectures"},
-    "verl/engine.py": {"output.last_hidden_state", "running.head", "running.layout"},
-    "verl/observed.py": {"model_config.model_type"},
-    "verl/trainer.py": {"config.trainer.v1.trainer_mode"},
-    "verl/work.py": {"text.layer_types"},
-}  # fmt: skip
+    "transformers/selfcheck.py": {"config._attn_implementation"},
+    "transformers/shrink.py": {"setattr config", "setattr part", "setattr small", "vars part"},
+}
 
 
 def changed(source: str) -> Iterator[str]:
-    """Iterate over what a module changes of objects other than `self`: attributes, entries of `vars`, hooks."""
-    for node in ast.walk(ast.parse(source)):
+    """Iterate over what a module changes: attributes, entries of `vars`, hooks."""
+    nodes = [*ast.walk(ast.parse(source))]
+    foreign = {
+        (name.asname or name.name).split(".")[0]
+        for node in nodes
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        and not (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dualkv"))
+        for name in node.names
+    }
+    for node in nodes:
         stored = isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del)
-        if isinstance(node, ast.Attribute) and stored and ast.unparse(node.value) not in ("self", "ctx"):
-            yield ast.unparse(node)
+        if isinstance(node, ast.Attribute) and stored:
+            owner = ast.unparse(node.value)
+            if owner != "self" and (ATTRIBUTES.fullmatch(node.attr) or owner.split(".")[0] in foreign):
+                yield ast.unparse(node)
         elif isinstance(node, ast.Subscript) and stored:
             yield from entries(node.value)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
@@ -94,7 +94,10 @@ def test_one_module_changes_models_and_libraries() -> None:
         ("module.__dict__['forward'] = f", "vars module"),
         ("vars(file).update(names)", "vars file"),
         ("layer.register_forward_pre_hook(f)", "layer.register_forward_pre_hook"),
-        ("self.x = y", None),
+        ("from deepspeed import utils as tools\ntools.Engine = Own", "tools.Engine"),
+        ("import x.y\nx.y.z = 1", "x.y.z"),
+        ("from dualkv.data import rows\nrows.x = 1", None),
+        ("config.layer_types = []", None),
         ("x.y[0] = z", None),
     ],
 )
