@@ -22,7 +22,7 @@ from dualkv.integrations.trl import probe
 from dualkv.integrations.trl.async_grpo import AsyncGRPOTrainer
 from tests.integrations.tiny import VOCAB, make_featured, make_model
 from tests.integrations.transformers.test_recurrent import make as make_recurrent
-from tests.integrations.trl.runs import SETTINGS, tokenizer
+from tests.integrations.trl.runs import SETTINGS, of_images, tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # TRL's own calls
 
@@ -105,7 +105,7 @@ class Alone(AsyncGRPOTrainer):
         return theirs.AsyncGRPOTrainer.compute_loss(self, run, inputs, *args, **kwargs)
 
 
-def make(cls: Any, folder: Path, model: Any, peft: Any = None, fast: bool = False, **settings: Any) -> Any:
+def make(cls: Any, folder: Path, model: Any, peft: Any = None, **settings: Any) -> Any:
     model.save_pretrained(folder / "model")
     common = {n: x for n, x in SETTINGS.items() if n != "max_completion_length"} | {"max_steps": OURS["steps"]}
     common |= {"num_generations": OURS["responses"], "dtype": "float32", "token_budget": -1, "max_staleness": 100}
@@ -120,7 +120,6 @@ def make(cls: Any, folder: Path, model: Any, peft: Any = None, fast: bool = Fals
         rollout_worker=worker,
         weight_transfer=worker,
         peft_config=peft,
-        **({"fast": True} if fast else {}),
     )
 
 
@@ -175,6 +174,14 @@ def test_windows_and_a_budget_of_tokens(tmp_path: Path) -> None:
     compare(theirs.AsyncGRPOTrainer, tmp_path, model, token_budget=150, gradient_checkpointing=False)
 
 
+def test_the_load_balancing_loss_counts_rows_as_trl(tmp_path: Path) -> None:
+    compare(theirs.AsyncGRPOTrainer, tmp_path, make_model("qwen3_moe"), router_aux_loss_coef=1.0)
+
+
+def test_the_text_of_a_model_with_images(tmp_path: Path) -> None:
+    compare(theirs.AsyncGRPOTrainer, tmp_path, of_images()[0])
+
+
 REFUSED = {
     "sinks and windows": (lambda: make_featured("gpt_oss", 11), "uses attention sinks"),
     "hybrid": (lambda: make_recurrent("qwen3_next", vocab_size=VOCAB), r"has \['linear_attention'\] layers"),
@@ -187,6 +194,9 @@ def test_models_that_trl_refuses(kind: str, checkpointing: bool, tmp_path: Path)
     model, said = REFUSED[kind][0](), REFUSED[kind][1]
     with pytest.raises(ValueError, match=said):
         make(theirs.AsyncGRPOTrainer, tmp_path / "refused", model)
+    own = make(AsyncGRPOTrainer, tmp_path / "own", model).model
+    assert own.config.layer_types == model.config.layer_types
+    assert [n for n, _ in own.named_parameters()] == [n for n, _ in model.named_parameters()]
     compare(Alone, tmp_path, model, gradient_checkpointing=checkpointing, router_aux_loss_coef=0.0)
 
 

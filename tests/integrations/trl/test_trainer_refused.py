@@ -12,6 +12,7 @@ from peft import PromptTuningConfig, TaskType
 from transformers import ProcessorMixin
 
 from dualkv.integrations.trl import DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer
+from dualkv.integrations.trl.async_grpo import AsyncGRPOTrainer
 from dualkv.integrations.trl.online_dpo import OnlineDPOTrainer
 from tests.integrations.tiny import make_model
 from tests.integrations.trl.runs import SETTINGS, make_trainer, tokenizer
@@ -44,7 +45,9 @@ def test_a_model_is_refused_before_trl_makes_anything(
     assert wide.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("cls", [GRPOTrainer, RLOOTrainer, DPOTrainer, RewardTrainer, OnlineDPOTrainer])
+@pytest.mark.parametrize(
+    "cls", [GRPOTrainer, RLOOTrainer, DPOTrainer, RewardTrainer, OnlineDPOTrainer, AsyncGRPOTrainer]
+)
 def test_limits_of_memory_are_refused_before_trl_makes_anything(cls: type, monkeypatch: pytest.MonkeyPatch) -> None:
     padded = next(c for c in cls.__mro__ if c.__module__.startswith("trl."))
     monkeypatch.setattr(padded, "__init__", lambda *_, **__: pytest.fail("TRL's constructor ran"))
