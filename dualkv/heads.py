@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dualkv.draws import Draws
@@ -195,7 +196,7 @@ def named(rows: Rows) -> str:
     return f"the adapter {cls.__module__}.{cls.__name__}" if cls.__module__.startswith("peft.") else cls.__name__
 
 
-@torch.compiler.disable
+@_disable_dynamo  # torch.compiler.disable imports the compiler at once
 @torch.no_grad()
 def check_rows(name: str, rows: Rows, like: torch.Tensor) -> None:
     """Raises ValueError if a part of a head makes other results of a row alone than beside others, or draws random
