@@ -22,6 +22,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,9 @@ import torch
 from dualkv.data.parts import TreePart, plan_parts
 from dualkv.data.rows import check_used
 from dualkv.data.trees import PackedSequences
+from dualkv.layout import Layout
 from dualkv.ops.attention import attention
+from dualkv.packed_rows import PackedRows
 
 Forward = Callable[[torch.Tensor, "Branch"], torch.Tensor]
 Loss = Callable[[torch.Tensor, TreePart], torch.Tensor]
@@ -68,7 +71,7 @@ def _checkpointed() -> Any:
     return held.get("frame") if again is None else _Again(again(), pack)
 
 
-class Branch:
+class Branch(PackedRows):
     """A part of a tree behind its path: in the place of a layout in `model(..., dualkv=branch)`.
 
     Attributes:
@@ -88,6 +91,17 @@ class Branch:
         self._again: dict[Hashable, int] = {}  # calls so far of the region that runs again now
         self._run: Any = None
         self._training, self._done = torch.is_grad_enabled(), False
+
+    is_part = True
+
+    @property
+    def whole(self) -> Layout:
+        return self.part.batch.layout
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """[num_tokens] int64, on the host: the packed rows of the batch."""
+        return torch.from_numpy(self.part.rows)
 
     @property
     def position_ids(self) -> torch.Tensor:
@@ -134,6 +148,9 @@ class Branch:
             q = torch.cat([q.new_zeros(rows, *q.shape[1:]), q])
             k, v = (torch.cat([*(pair[i] for pair in above), x]) for i, x in enumerate((k, v)))
         return attention(q, k, v, self.layout, softmax_scale, deterministic, **features)[rows:]
+
+    def attention_of(self, layer: Hashable) -> Callable[..., torch.Tensor]:
+        return partial(self.attention, layer=layer)
 
     def check_gradients(self) -> None:
         """Raises ValueError if the walk has gradients and the layer that is running has none."""

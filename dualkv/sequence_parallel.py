@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
+from collections.abc import Callable, Hashable
 from functools import cached_property
 from typing import Any, Self, Unpack
 
@@ -22,6 +23,7 @@ from dualkv.layout import Layout
 from dualkv.ops import dispatch
 from dualkv.ops.attention import Call, attention, checked
 from dualkv.ops.features import FeatureArguments, Features
+from dualkv.packed_rows import PackedRows
 
 
 def padded(layout: Layout, rows: int) -> Layout:
@@ -67,7 +69,7 @@ def _compare(kind: type, layout: Layout, group: dist.ProcessGroup) -> None:
         )
 
 
-class Shard:
+class Shard(PackedRows):
     """This rank's rows of packed groups: rows `[rank * num_tokens, (rank + 1) * num_tokens)`.
 
     All ranks of the group construct it together. They compare their layouts then, once for all calls.
@@ -126,6 +128,10 @@ class Shard:
         return self.order.argsort()
 
     @property
+    def whole(self) -> Layout:
+        return self.layout
+
+    @property
     def rows(self) -> torch.Tensor:
         """[num_tokens] int64: this rank's packed rows."""
         return self.order[self.rank * self.num_tokens :][: self.num_tokens]
@@ -134,6 +140,9 @@ class Shard:
     def position_ids(self) -> torch.Tensor:
         """[num_tokens] int64: the position of each of this rank's rows in its own unpacked sequence."""
         return self.layout.position_ids[self.rows]
+
+    def attention_of(self, layer: Hashable) -> Callable[..., torch.Tensor]:
+        return self.attention
 
     def split(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """This rank's rows of x; zeros where the layout is padded behind them.

@@ -30,6 +30,7 @@ ROWS: dict[tuple[str, ...], tuple[str, ...]] = {
         "dualkv/heads.py",
         "dualkv/logprobs.py",
         "dualkv/models.py",
+        "dualkv/packed_rows.py",
         "dualkv/observer.py",
         "dualkv/progress.py",
         "dualkv/sequence_parallel.py",

@@ -16,6 +16,18 @@ from dualkv.layout import Layout
 Batch = PackedBatch | PackedSequences
 
 
+def layout_of(batch: object) -> Layout:
+    """The layout of a batch, or `batch` itself if that is one.
+
+    Raises:
+        TypeError: neither a batch nor a layout.
+    """
+    layout = batch.layout if isinstance(batch, Batch) else batch
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout is a {type(layout).__name__}, expected a dualkv.Layout or a batch that has one")
+    return layout
+
+
 def last_segments(batch: Batch | Layout) -> IntArray:
     """[N] the segment that each rollout ends with. A rollout has the rows of that segment and of those above it.
 
@@ -28,7 +40,7 @@ def last_segments(batch: Batch | Layout) -> IntArray:
     """
     if isinstance(batch, PackedSequences):
         return batch.layout._segments.segment_of_row[batch._rows[np.cumsum(batch._lens) - 1]]
-    layout = batch if isinstance(batch, Layout) else batch.layout
+    layout = layout_of(batch)
     if layout.depth > 2:
         raise ValueError(f"the layout has {layout.depth} levels, expected the result of dualkv.pack_sequences")
     nested = layout._segments.depth > 0
@@ -64,5 +76,5 @@ def rollouts_of_rows(batch: Batch | Layout) -> IntArray:
     Raises:
         ValueError: a layout of more than two levels, which does not say where rollouts end.
     """
-    layout = batch if isinstance(batch, Layout) else batch.layout
+    layout = layout_of(batch)
     return np.repeat(rollouts_of_segments(layout, last_segments(batch)), layout._segments.lengths)

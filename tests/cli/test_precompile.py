@@ -14,6 +14,7 @@ import torch
 
 from codegen import KernelError, select, store
 from codegen.spec import backward_specs, forward_spec, table
+from dualkv import packed_rows
 from dualkv.cli import precompile
 from dualkv.cli.precompile import Heads, heads_of, requested, shape
 from dualkv.models import CONFIGS
@@ -162,10 +163,8 @@ SAMPLE = (
 def calls(monkeypatch, kind):
     """The configuration of a small model of the type, and the kernels' shapes that its packed calls ask for."""
     zoo = pytest.importorskip("tools.zoo", reason="without transformers")
-    from dualkv.integrations.transformers import enabling
-
     found, config = set(), zoo.configuration(kind)
-    real = enabling.attention
+    real = packed_rows.attention
 
     def noted(q, k, v, layout, **settings):
         given = settings | {"window": settings.get("window") or settings.get("chunk")}
@@ -174,7 +173,7 @@ def calls(monkeypatch, kind):
         found.add(precompile.Shape(q.shape[2], q.shape[1] // k.shape[1], own, of_values))
         return real(q, k, v, layout, **settings)
 
-    monkeypatch.setattr(enabling, "attention", noted)
+    monkeypatch.setattr(packed_rows, "attention", noted)
     auto = next(auto for auto, mapping in zoo.MAPPINGS.items() if type(config) in mapping)
     with torch.device("meta"):
         whole = getattr(zoo.transformers, auto).from_config(config, attn_implementation="eager")

@@ -13,7 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from dualkv.arrays import IntArray, outside_inference_mode
 from dualkv.context_parallel import ContextShard
-from dualkv.data.counts import last_segments, paths, rollouts_of_segments
+from dualkv.data.counts import last_segments, layout_of, paths, rollouts_of_segments
 from dualkv.data.packing import PackedBatch
 from dualkv.data.trees import PackedSequences
 from dualkv.layout import Layout
@@ -81,10 +81,7 @@ class PackedGroups(PackedSeqParams):
         cp_comm_type: str = "a2a",
         count: Count = "rollouts",
     ) -> None:
-        batch = layout
-        layout = batch.layout if isinstance(batch, PackedBatch | PackedSequences) else batch
-        if not isinstance(layout, Layout):
-            raise TypeError(f"layout is a {type(layout).__name__}, expected a dualkv.Layout or a batch that has one")
+        batch, layout = layout, layout_of(layout)
         if count not in get_args(Count):
             raise ValueError(f"count is {count!r}, expected {' or '.join(map(repr, get_args(Count)))}")
         layout._check_of_all_rows("layout")
@@ -161,12 +158,10 @@ class PackedGroups(PackedSeqParams):
     @outside_inference_mode
     def _rollouts(self) -> Rollouts:
         """Find the rows of each rollout; raises ValueError where a layout does not say where rollouts end."""
-        if not isinstance(self._batch, PackedSequences) and self.layout.depth > 2:
-            raise ValueError(
-                f"layout has {self.layout.depth} levels, expected the batch of pack_sequences or count='rows': routers"
-                " of experts count by rollouts, and this layout does not say where they end"
-            )
-        last = last_segments(self._batch)
+        try:
+            last = last_segments(self._batch)
+        except ValueError as error:
+            raise ValueError(f"{error}, or count='rows': routers of experts count by rollouts") from error
         times = rollouts_of_segments(self.layout, last)
         lengths = self.layout._segments.lengths
         device, order = self.layout.device, self.shard.rows

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -25,7 +24,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import AttentionInterface
 
 from dualkv.arrays import check_bool, check_model
-from dualkv.branches import Branch
 from dualkv.data.rows import forgotten_layout
 from dualkv.integrations import patching
 from dualkv.integrations.patching import PREFIX, stock_attention
@@ -46,9 +44,8 @@ from dualkv.integrations.transformers import (
 from dualkv.integrations.transformers.checkpointing import recompute_layers
 from dualkv.integrations.transformers.media import Placed
 from dualkv.layout import Layout
-from dualkv.ops.attention import attention
+from dualkv.packed_rows import PackedRows, packed_rows
 from dualkv.segments import OP_TAGS, segments_of
-from dualkv.sequence_parallel import Shard
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -71,7 +68,7 @@ def _position_ids(
     """
     layout = Layout(segments_of(offsets, parent), offsets, parent, tokens.device)
     indexers.check_path(model, layout._segments.longest_path, limit)
-    return _checked_positions(tokens, position_ids, layout.position_ids[None])
+    return _checked_positions(tokens, position_ids, layout.position_ids[None], layout)
 
 
 @_position_ids.register_fake
@@ -87,7 +84,7 @@ def _(
 
 
 def _checked_positions(
-    tokens: torch.Tensor, position_ids: torch.Tensor | None, own: torch.Tensor, text: torch.Tensor | None = None
+    tokens: torch.Tensor, position_ids: torch.Tensor | None, own: torch.Tensor, whole: Layout
 ) -> torch.Tensor:
     """A copy of `own`, the positions of the layout; raises if the tokens or the given positions do not fit them.
 
@@ -97,7 +94,7 @@ def _checked_positions(
         tokens: [1, T, ...].
         position_ids: as given, or None.
         own: [1, T], or [3, 1, T] with images.
-        text: [1, T] of the text, where `own` has three rows.
+        whole: has the positions [T] of the text, where `own` has three rows.
     """
     if tokens.shape[1] != own.shape[-1]:
         raise ValueError(f"the model is given {tokens.shape[1]} tokens, the layout has {own.shape[-1]}")
@@ -105,8 +102,8 @@ def _checked_positions(
         expected = own
         if position_ids.dim() == 3 and own.dim() == 2 and len(position_ids) in (3, 4):
             expected = own.expand(len(position_ids), 1, -1)
-        elif len(position_ids) == 4 and text is not None:
-            expected = torch.cat([text[None], own])
+        elif len(position_ids) == 4 and own.dim() == 3:
+            expected = torch.cat([whole.position_ids.to(own.device)[None, None], own])
         if position_ids.shape != expected.shape or position_ids.device != own.device:
             raise ValueError(
                 f"position_ids has shape {tuple(position_ids.shape)} on {position_ids.device},"
@@ -127,20 +124,20 @@ def _checked_positions(
 def _positions(
     tokens: torch.Tensor,
     position_ids: torch.Tensor | None,
-    layout: Layout | Shard | Placed | Branch,
+    dualkv: object,
     model: str = "",
     limit: int | None = None,
 ) -> torch.Tensor:
     """[1, T], the position of each of the tokens [1, T, ...]; raises if the tokens or the given ones do not fit, or if
     a path is longer than the model's `limit`. With images the positions may be [3, 1, T]."""
-    if isinstance(layout, Placed):
-        inner = layout.layout
-        indexers.check_path(model, (inner if isinstance(inner, Layout) else inner.layout)._segments.longest_path, limit)
-        return _checked_positions(tokens, position_ids, layout.position_ids, inner.position_ids[None])
-    if isinstance(layout, Shard | Branch):
-        indexers.check_path(model, layout.layout._segments.longest_path, limit)
-        return _checked_positions(tokens, position_ids, layout.position_ids.to(tokens.device)[None])
-    return cast(torch.Tensor, _position_ids(tokens.detach(), position_ids, layout.offsets, layout.parent, model, limit))
+    packed = packed_rows(dualkv)
+    whole = packed.whole
+    if packed.rows is None and not packed.has_positions:
+        found = _position_ids(tokens.detach(), position_ids, whole.offsets, whole.parent, model, limit)
+        return cast(torch.Tensor, found)
+    indexers.check_path(model, whole._segments.longest_path, limit)
+    own = packed.position_ids.to(tokens.device)
+    return _checked_positions(tokens, position_ids, own[None] if own.dim() == 1 else own, whole)
 
 
 def _enter_decoder(
@@ -151,12 +148,12 @@ def _enter_decoder(
     if layout is None:
         _refuse_forgotten(module, args, kwargs)
         return None
-    _check_layout(layout)
-    selfcheck.refuse_unproved(module, layout)
+    packed = _checked(layout)
+    selfcheck.refuse_unproved(module, packed)
     name = type(module).__name__
     if type(module) not in patching.PREPARED:  # an unpickled model, before any `enable` of this process
         recurrent.install(module)
-    if not isinstance(layout, Placed):  # otherwise the inputs are those of a model that runs images
+    if not packed.has_positions:  # otherwise the inputs are those of a model that runs images
         media.refuse(module, kwargs)
         media.refuse_unplaced(module, kwargs)
     if stock_attention(module.config) is None:
@@ -184,11 +181,9 @@ def _enter_decoder(
     # Layers that hand no keyword arguments on would not refuse any.
     layers.refuse_arguments(f"a call of {name}", kwargs, ("dualkv", *layers.arguments(type(module))))
     # With images, given positions are compared with the model's where the images are placed.
-    given = None if isinstance(layout, Placed) else kwargs.get("position_ids")
+    given = None if packed.has_positions else kwargs.get("position_ids")
     position_ids = _positions(tokens, given, layout, name, indexers.longest_path(module.config))
-    if isinstance(layout, Placed) and layout.ahead is None:
-        layout = layout.layout
-    changed = {"use_cache": False, "attention_mask": mask, "position_ids": position_ids, "dualkv": layout}
+    changed = {"use_cache": False, "attention_mask": mask, "position_ids": position_ids, "dualkv": packed.of_layers}
     return args, {**kwargs, **changed}
 
 
@@ -210,13 +205,10 @@ def _refuse_forgotten(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
         )
 
 
-def _check_layout(layout: Any) -> None:
-    if not isinstance(layout, Layout | Shard | Placed | Branch):
-        raise TypeError(f"dualkv is a {type(layout).__name__}, expected a dualkv.Layout")
-    while isinstance(layout, Shard | Placed):
-        layout = layout.layout
-    if isinstance(layout, Layout):  # a branch has no queries of its path's rows, which are no rows of its call
-        layout._check_of_all_rows("dualkv")
+def _checked(dualkv: object) -> PackedRows:
+    packed = packed_rows(dualkv)
+    packed.whole._check_of_all_rows("dualkv")
+    return packed
 
 
 def _enter_head(
@@ -230,7 +222,7 @@ def _enter_head(
     if layout is None:
         _refuse_forgotten(module, args, kwargs)
         return None
-    _check_layout(layout)
+    _checked(layout)
     named = dict(zip(layers.arguments(type(module)), args, strict=False)) | kwargs
     runs_images = media.family(type(module)) is not None
     if not runs_images and not media.passes_on(module):
@@ -282,8 +274,9 @@ def _with_images(module: PreTrainedModel, named: dict[str, Any]) -> dict[str, An
     if not media.takes_blocks(module):  # some tokenizers return it, and these models ignore it
         named = {name: value for name, value in named.items() if name != media.BLOCKS}
     placed = layout if found is None else found
-    if isinstance(placed, Layout | Shard) and media.decodes_blindly(module):
-        placed = Placed(placed, placed.position_ids[None].to(tokens.device))
+    packed = packed_rows(placed)
+    if not packed.has_positions and not packed.is_part and media.decodes_blindly(module):
+        placed = Placed(layout, packed.position_ids[None].to(tokens.device))
     changed = {
         "dualkv": placed,
         "position_ids": _positions(tokens, named.get("position_ids"), placed),
@@ -325,7 +318,7 @@ def _packed_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    layout: Layout | Shard | Placed | Branch,
+    dualkv: object,
     deterministic: bool,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -339,13 +332,9 @@ def _packed_attention(
     features = layers.features(module, attention_mask, kwargs)
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if layers.has_temperature(module):
-        positions = _positions(q[None], None, layout)[0]
+        positions = _positions(q[None], None, dualkv)[0]
         q = (q * layers.temperature(module, positions)[:, None, None]).to(q.dtype)
-    run: Any = layout.attention if isinstance(layout, Shard) else partial(attention, layout=layout)
-    if isinstance(layout, Placed):
-        run = partial(media.attention, placed=layout)
-    elif isinstance(layout, Branch):
-        run = partial(layout.attention, layer=module)
+    run = packed_rows(dualkv).attention_of(module)
     out = run(q, k, v, softmax_scale=scaling, deterministic=deterministic, **features._asdict())
     return out.unsqueeze(0), None
 
@@ -362,7 +351,7 @@ def _register(base: str, deterministic: bool) -> str:
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         *,
-        dualkv: Layout | Shard | Placed | Branch | None = None,
+        dualkv: object = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if dualkv is not None:

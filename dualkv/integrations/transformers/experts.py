@@ -74,7 +74,7 @@ def load_balancing_loss(
         raise ValueError(f"count is {count!r}, expected one of {', '.join(get_args(Count))}")
     check_model(model)
     experts, chosen = (_number(model, names) for names in (EXPERTS, CHOSEN))
-    total = (batch if isinstance(batch, Layout) else batch.layout).num_tokens
+    total = counts.layout_of(batch).num_tokens
     if wrong := [len(logits) for logits in router_logits if len(logits) != total]:
         raise ValueError(f"router_logits has {wrong[0]} rows, the batch has {total}")
     if wrong := [logits.shape[-1] for logits in router_logits if logits.shape[-1] != experts]:

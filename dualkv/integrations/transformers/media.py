@@ -10,6 +10,8 @@ In Gemma 3 and 4 the rows of an image also see each other's rows behind them. :f
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +22,7 @@ from dualkv.arrays import IntArray
 from dualkv.data.media import check_seconds
 from dualkv.layout import Layout
 from dualkv.ops.attention import attention as causal_attention
+from dualkv.packed_rows import PackedRows, packed_rows
 from dualkv.sequence_parallel import Shard
 
 # Names that processors and models use for inputs other than text.
@@ -105,7 +108,7 @@ UNPLACED = (
 )
 
 
-class Placed:
+class Placed(PackedRows):
     """A layout with images in its rows. As a layout, it is passed through the model, to its decoder.
 
     Attributes:
@@ -115,10 +118,16 @@ class Placed:
     """
 
     # No pytree: wrappers move and copy those.
-    __slots__ = ("ahead", "layout", "position_ids")
+    __slots__ = ("_position_ids", "ahead", "layout")
+
+    has_positions = True
 
     def __init__(self, layout: Layout | Shard, position_ids: torch.Tensor, ahead: Ahead | None = None) -> None:
-        self.layout, self.position_ids, self.ahead = layout, position_ids, ahead
+        self.layout, self._position_ids, self.ahead = layout, position_ids, ahead
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        return self._position_ids
 
     def to(self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> Placed:
         """Copy with all tensors on `device`, None for the present one: hooks of Accelerate move arguments of layers."""
@@ -129,6 +138,21 @@ class Placed:
             return self
         ahead = None if self.ahead is None else self.ahead.to(device, non_blocking)
         return Placed(self.layout.to(device, non_blocking), position_ids, ahead)
+
+    @property
+    def whole(self) -> Layout:
+        return packed_rows(self.layout).whole
+
+    @property
+    def rows(self) -> torch.Tensor | None:
+        return packed_rows(self.layout).rows
+
+    @property
+    def of_layers(self) -> Any:
+        return self.layout if self.ahead is None else self
+
+    def attention_of(self, layer: Hashable) -> Callable[..., torch.Tensor]:
+        return packed_rows(self.layout).attention_of(layer) if self.ahead is None else partial(attention, placed=self)
 
 
 class Ahead(NamedTuple):
@@ -170,10 +194,9 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, placed: Placed,
     """
     ahead = placed.ahead
     assert ahead is not None
-    assert isinstance(placed.layout, Layout)
     if ahead.windows and features.get("window") is None:
-        return causal_attention(q, k, v, placed.layout, **features)
-    out, lse = causal_attention(q, k, v, placed.layout, **features, return_lse=True)
+        return causal_attention(q, k, v, placed.whole, **features)
+    out, lse = causal_attention(q, k, v, placed.whole, **features, return_lse=True)
     features |= {"window": None, "chunk": None, "sinks": None}  # a sink takes its part once
     mine, theirs = (x.index_select(0, ahead.keys) for x in (k, v))
     more, its_lse = causal_attention(
@@ -279,11 +302,13 @@ def place(module: Any, named: dict[str, Any], layout: Any) -> Placed | None:
     if not [name for name in names if name != KINDS] and not (isinstance(kinds, torch.Tensor) and kinds.any()):
         return None
     names = names or [how.ahead or KINDS]
-    if not isinstance(layout, Layout):
+    packed = packed_rows(layout)
+    if packed.rows is not None or packed.has_positions:
         raise ValueError(
-            f"{names[0]} came together with a Shard: images do not run packed with sequence parallelism, because each"
-            " rank would need the features of all images"
+            f"{names[0]} came together with a {type(layout).__name__}: images do not run packed with sequence"
+            " parallelism or in walks, where each call would need the features of all images"
         )
+    layout = packed.whole
     ids = named.get("input_ids")
     if ids is None:
         raise ValueError(f"{names[0]} came without input_ids, expected them: they say where images are")

@@ -19,13 +19,10 @@ import torch
 from torch import nn
 
 from dualkv.arrays import IntArray
-from dualkv.branches import Branch
 from dualkv.integrations import patching
 from dualkv.integrations.transformers import layers
-from dualkv.integrations.transformers.media import Placed
-from dualkv.layout import Layout
+from dualkv.packed_rows import PackedRows, packed_rows
 from dualkv.segments import OP_TAGS, Segments, segments_of
-from dualkv.sequence_parallel import Shard
 
 DECORATED_IN = "transformers.modeling_rope_utils"  # dynamic_rope_update, which reads the largest position
 
@@ -150,9 +147,10 @@ def of_own_sequences(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     how = scaling(module, given.get("layer_type"))
     if how is None:
         return None
-    if torch.compiler.is_compiling() and isinstance(layout, Layout) and how.every is None:
-        position_ids = given["position_ids"]
-        of_rows = _alike_in_graph(position_ids, layout.offsets, layout.parent, [*how.bounds], _name(module, how))
+    packed = packed_rows(layout)
+    if torch.compiler.is_compiling() and packed.rows is None and not packed.has_positions and how.every is None:
+        position_ids, whole = given["position_ids"], packed.whole
+        of_rows = _alike_in_graph(position_ids, whole.offsets, whole.parent, [*how.bounds], _name(module, how))
         return _evaluated(module, given, of_rows, [*how.bounds, how.bounds[-1] + 1])
     return _outside_graphs(module, given, how, layout)
 
@@ -160,7 +158,7 @@ def of_own_sequences(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 @torch.compiler.disable
 def _outside_graphs(module: nn.Module, given: dict[str, Any], how: Scaling, layout: Any) -> Any:
     position_ids = given["position_ids"]
-    values, of_rows = _alike(layout, how, _name(module, how), position_ids.device)
+    values, of_rows = _alike(packed_rows(layout), how, _name(module, how), position_ids.device)
     if how.every is None:
         return _evaluated(module, given, of_rows, values)
     prefix = f"{given['layer_type']}_" if isinstance(module.rope_type, dict) else ""
@@ -215,30 +213,23 @@ def _as_new(module: Any, prefix: str, device: torch.device) -> None:
 
 
 # ---------------------------------------------------------------- lengths
-def _alike(layout: Any, how: Scaling, name: str, device: torch.device) -> tuple[list[int], torch.Tensor | None]:
+def _alike(packed: PackedRows, how: Scaling, name: str, device: torch.device) -> tuple[list[int], torch.Tensor | None]:
     """The lengths that stand for those of the call's sequences, see :meth:`Scaling.alike`, and for each of its rows
     [T] the one of its own sequence; None if there is only one.
 
     Raises:
         ValueError: rows are shared by sequences of different factors.
     """
-    if isinstance(layout, Placed):
-        inner = layout.layout
-        if layout.position_ids.dim() < 3 or not isinstance(inner, Layout):  # text
-            return _alike(inner, how, name, device)
+    segments, rows = packed.whole._segments, packed.rows
+    if rows is None and packed.has_positions and packed.position_ids.dim() == 3:
         # Positions of images count fewer than the rows. Reading them waits for the device, as placing images does.
-        segments = inner._segments
-        found = _of_segments(segments, how, name, _ends(segments, layout.position_ids))[segments.segment_of_row]
-        return _on_device(found, device)
-    if isinstance(layout, Branch):
-        return _on_device(_alike_of(layout.part.batch.layout._segments, how, name)[layout.part.rows], device)
-    whole = layout.layout if isinstance(layout, Shard) else layout
-    segments = whole._segments
+        ends = _ends(segments, packed.position_ids)
+        return _on_device(_of_segments(segments, how, name, ends)[segments.segment_of_row], device)
     values, of_rows = segments.cached(
         ("rotary", how, device), lambda: _on_device(_alike_of(segments, how, name), device)
     )
-    if of_rows is not None and isinstance(layout, Shard):
-        of_rows = of_rows[layout.rows.to(device)]
+    if of_rows is not None and rows is not None:
+        of_rows = of_rows[rows.to(device)]
     return values, of_rows
 
 

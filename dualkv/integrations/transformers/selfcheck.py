@@ -31,6 +31,7 @@ from dualkv.integrations.transformers.shrink import shrink
 from dualkv.integrations.transformers.traced import where_traced
 from dualkv.layout import Layout
 from dualkv.ops import backends
+from dualkv.packed_rows import PackedRows
 
 # Relative difference allowed in the worst row of hidden states and in the worst gradient. fp32 rounding stays below
 # 1e-5 in hidden states; a wrong position or key makes more than 1e-2.
@@ -87,7 +88,7 @@ def ask_later(decoder: PreTrainedModel, small: Sequence[Any], enable: Callable[.
     patching.of(decoder).replace(ASKED, (tuple(small), enable, ("evaluation",)))
 
 
-def refuse_unproved(decoder: PreTrainedModel, layout: Any) -> None:
+def refuse_unproved(decoder: PreTrainedModel, packed: PackedRows) -> None:
     """Raises ValueError if a call of an enabled decoder is of a kind that its small copy does not compute, or if other
     adapters or noise came to the decoder since."""
     adapters.refuse_later(decoder)
@@ -95,7 +96,7 @@ def refuse_unproved(decoder: PreTrainedModel, layout: Any) -> None:
         _ask(decoder, "training")
         if decoder.__dict__.get(checkpointing.KEEPS_PRODUCTS):
             _ask(decoder, "products")
-    if isinstance(layout, Branch):
+    if packed.is_part:
         _ask(decoder, "walk")
 
 

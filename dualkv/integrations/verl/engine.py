@@ -37,6 +37,7 @@ from dualkv.integrations.verl import data as verl_data
 from dualkv.integrations.verl.batches import MODEL_TYPE, TREES, HeadRows, PacksBatches, packed_parts, temperatures
 from dualkv.integrations.verl.data import PackedRollouts
 from dualkv.layout import Layout
+from dualkv.packed_rows import PackedRows
 from dualkv.sequence_parallel import Shard, padded
 
 FSDP = ["fsdp", "fsdp2"]
@@ -63,7 +64,7 @@ class Running:
     """The packed micro-batch that the model runs now; the decoder's hooks read it."""
 
     packed: PackedRollouts
-    layout: Layout | Shard | Placed | None = None
+    layout: Layout | PackedRows | None = None
     head: HeadRows | None = None
 
 

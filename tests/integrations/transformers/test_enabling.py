@@ -23,11 +23,11 @@ tf = pytest.importorskip("transformers")
 from transformers.masking_utils import AttentionMaskInterface  # noqa: E402
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface  # noqa: E402
 
+from dualkv import packed_rows  # noqa: E402
 from dualkv.integrations.transformers import (  # noqa: E402
     KEEP,
     disable,
     enable,
-    enabling,
     media,
     recompute_layers,
 )
@@ -268,7 +268,7 @@ def test_deterministic_reaches_every_layer(monkeypatch: pytest.MonkeyPatch) -> N
         seen.append(deterministic)
         return dualkv.attention(*args, deterministic=deterministic, **kwargs)
 
-    monkeypatch.setattr(enabling, "attention", spy)
+    monkeypatch.setattr(packed_rows, "attention", spy)
     model = enable(enable(make_model()), deterministic=True)
     model(input_ids=token_ids(LAYOUT), dualkv=LAYOUT)
     enable(model)(input_ids=token_ids(LAYOUT), dualkv=LAYOUT)

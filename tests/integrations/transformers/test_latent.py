@@ -102,8 +102,7 @@ def test_longer_paths_are_refused_and_calls_without_a_layout_select(name: str) -
 
 
 def test_ranks_that_share_rows_refuse_longer_paths_too() -> None:
-    shard = Shard.__new__(Shard)  # of one rank; no other is asked
-    shard.layout = LAYOUT
+    shard = Shard(LAYOUT, None)
     with pytest.raises(ValueError, match=f"{LONGEST[LAYOUT]} tokens, expected at most 3 for Model"):
         enabling._positions(token_ids(LAYOUT), None, shard, "Model", 3)
 

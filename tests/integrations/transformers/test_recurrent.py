@@ -30,6 +30,7 @@ from dualkv.integrations.transformers import (  # noqa: E402
     selfcheck,
 )
 from dualkv.integrations.transformers.recurrent import earlier, kernels, ops, seams, waves  # noqa: E402
+from dualkv.integrations.transformers.recurrent.walked import Trees  # noqa: E402
 from tests.integrations.tiny import TREE, Losses, assert_close, gradients, hooks, paths, token_ids  # noqa: E402
 
 SMALL = {
@@ -250,7 +251,7 @@ def test_scans_and_convolutions_follow_paths(seed: int, monkeypatch: pytest.Monk
         out = rows[0].cumsum(1) + (0 if initial is None else initial[:, None])
         return out, out[:, -1]
 
-    summed = ops.scan(layout, [x], ops.padded(sums))
+    summed = ops.scan(Trees(layout), [x], ops.padded(sums))
     convolved = ops.convolve(conv, layout, x.transpose(1, 2), weight, None).transpose(1, 2)
     covered = set()
     for path, _ in paths(layout):
@@ -275,7 +276,7 @@ def test_a_long_segment_does_not_pad_the_short_ones_of_its_wave() -> None:
         return out, out[:, -1]
 
     def scanned(x: torch.Tensor) -> torch.Tensor:
-        return ops.scan(layout, [x], ops.padded(sums))
+        return ops.scan(Trees(layout), [x], ops.padded(sums))
 
     x = torch.randn(1, layout.num_tokens, 2, dtype=torch.float64)
     out = scanned(x)
@@ -326,7 +327,7 @@ def test_the_backward_keeps_states_of_parents_and_gathers_those_of_children_agai
             return x
 
         with nullcontext() if recompute else torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            return ops.scan(layout, [x], ops.padded(run))
+            return ops.scan(Trees(layout), [x], ops.padded(run))
 
     def checkpointed(x: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = torch.utils.checkpoint.checkpoint(scanned, x, use_reentrant=False)
@@ -506,8 +507,8 @@ def test_sequence_parallelism_is_refused() -> None:
     mixer = make("qwen3_5_text").model.layers[0].linear_attn
     enable(make("qwen3_5_text"), check=False)
     with pytest.raises(ValueError, match=r"dualkv is a Shard, expected a dualkv\.Layout: recurrent layers run without"):
-        mixer(torch.randn(1, 8, 32), dualkv=object.__new__(dualkv.sequence_parallel.Shard))
-    with pytest.raises(ValueError, match=r"dualkv is a list, expected a dualkv\.Layout$"):
+        mixer(torch.randn(1, 8, 32), dualkv=dualkv.sequence_parallel.Shard(TREE, None))
+    with pytest.raises(TypeError, match=r"dualkv is a list, expected a dualkv\.Layout$"):
         mixer(torch.randn(1, 8, 32), dualkv=[8])
 
 

@@ -22,10 +22,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from dualkv.branches import Branch
 from dualkv.integrations import patching
 from dualkv.integrations.patching import Changes
-from dualkv.integrations.transformers.recurrent.walked import Walked
+from dualkv.integrations.transformers.recurrent.walked import at_layer
 
 Tensor = torch.Tensor
 Forward = Callable[..., Any]
@@ -84,9 +83,7 @@ def replaced(own: Forward, packed: Forward) -> Forward:
         layout = getattr(layer, patching.LAYOUT, None) if dualkv is None else dualkv
         if layout is None:
             return own(layer, hidden_states, *args, **kwargs)
-        if isinstance(layout, Branch):  # one that the hook before this layer did not see
-            layout = Walked.of(layout, layer)
-        return packed(layer, hidden_states, layout, **kwargs)
+        return packed(layer, hidden_states, at_layer(layout, layer), **kwargs)  # a hook may not have seen it
 
     return forward
 

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from dualkv.integrations.transformers.recurrent import waves
-from dualkv.integrations.transformers.recurrent.walked import Walked
+from dualkv.integrations.transformers.recurrent.walked import Trees
 from dualkv.layout import Layout
 
 Tensor = torch.Tensor
@@ -87,24 +87,21 @@ class _Reread(torch.autograd.Function):
         return grad, None
 
 
-def scan(layout: Layout | Walked, rows: Sequence[Tensor], run: Run) -> Tensor:
-    """A recurrence along the paths of a layout, a call of `run` for each wave.
+def scan(trees: Trees, rows: Sequence[Tensor], run: Run) -> Tensor:
+    """A recurrence along the paths of trees, a call of `run` for each wave.
 
     Args:
-        layout: of T tokens, 1 or more. In a part of a walked tree the first wave starts from the path's states, and a
-            trunk keeps its own.
+        trees: of T tokens, 1 or more. In a part of a walk the first wave starts from the path's states, and a trunk
+            keeps its own.
         rows: tensors [1, T, ...].
         run: takes the rows [1, W, ...] of a wave, in the order of its segments, and makes results [1, W, ...].
 
     Returns:
         The results [1, T, ...] in packed order.
     """
-    walked = layout if isinstance(layout, Walked) else None
-    of_rows = layout.layout if isinstance(layout, Walked) else layout
-    keeps, device = walked is not None and walked.keeps, rows[0].device
-    key = None if walked is None else walked.scan_key()
-    inherited = None if walked is None else walked.initial(key, device)
-    order = waves.order(of_rows, device, keeps)
+    device, key = rows[0].device, trees.scan_key()
+    inherited = trees.initial(key, device)
+    order = waves.order(trees.layout, device, trees.keeps)
     if order.rows is not None:
         rows = [_Reordered.apply(x, order.rows, order.places) for x in rows]
     results: list[Tensor] = []
@@ -122,9 +119,9 @@ def scan(layout: Layout | Walked, rows: Sequence[Tensor], run: Run) -> Tensor:
             initial = inherit(states, gather)
             with gathered_again(initial, states, gather.parents):
                 out, states = run(inputs, initial, wave)
-        if walked is not None and keeps:
+        if trees.keeps:
             assert states is not None
-            walked.keep_state(key, wave.end, states)
+            trees.keep_state(key, wave.end, states)
         results.append(out)
     found = torch.cat(results, 1)
     if order.places is not None:

@@ -27,10 +27,9 @@ from dualkv.integrations import flash_linear_attention, patching
 from dualkv.integrations.transformers import masks
 from dualkv.integrations.transformers.recurrent import earlier, kernels
 from dualkv.integrations.transformers.recurrent.ops import convolve, convolve_at_once, padded, scan
-from dualkv.integrations.transformers.recurrent.walked import Walked
+from dualkv.integrations.transformers.recurrent.walked import Trees, trees_of
 from dualkv.integrations.transformers.recurrent.waves import Wave
 from dualkv.layout import Layout
-from dualkv.sequence_parallel import Shard
 
 Tensor = torch.Tensor
 
@@ -196,18 +195,13 @@ def _for(own: Callable[..., Any], x: Tensor) -> Callable[..., Any]:
     return inspect.unwrap(own) if x.device.type == "cpu" else own
 
 
-def _checked(layout: Any, given: dict[str, Any]) -> Layout | Walked:
-    """The layout of a packed call; refuses what would continue or separate sequences beside it."""
-    if isinstance(layout, Shard):
-        raise ValueError(
-            "dualkv is a Shard, expected a dualkv.Layout: recurrent layers run without sequence parallelism"
-        )
-    if not isinstance(layout, Layout | Walked):
-        raise ValueError(f"dualkv is a {type(layout).__name__}, expected a dualkv.Layout")
+def _checked(dualkv: object, given: dict[str, Any]) -> Trees:
+    """The trees of a packed call; refuses what would continue or separate sequences beside them."""
+    found = trees_of(dualkv)
     for name in (*STATES, *BORDERS):
         if given.get(name) is not None and given[name] is not False:
             raise ValueError(f"{name} came together with dualkv: a layout says itself where sequences begin")
-    return layout
+    return found
 
 
 def _meant(own: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
@@ -228,7 +222,7 @@ def _conv(own: Callable[..., Any]) -> Callable[..., Any]:
 
     @torch.compiler.disable
     def packed(dualkv: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        layout = _checked(dualkv, kwargs)
+        trees = _checked(dualkv, kwargs)
         given = dict(zip(inspect.signature(inspect.unwrap(own)).parameters, args, strict=False)) | kwargs
         activation = {"activation": given["activation"]} if "activation" in given else {}
         x = given["hidden_states"]
@@ -240,7 +234,7 @@ def _conv(own: Callable[..., Any]) -> Callable[..., Any]:
                 return convolve(_for(own, x), layout, x, weight, bias, **activation)
             return convolve_at_once(conv, layout, x, weight, bias, **activation)
 
-        return layout.convolve(run, x, weight.shape[-1] - 1) if isinstance(layout, Walked) else run(layout, x)
+        return trees.convolve(run, x, weight.shape[-1] - 1)
 
     return call
 
@@ -258,12 +252,12 @@ def _delta_rule(kernel: str) -> Callable[[Callable[..., Any]], Callable[..., Any
 
         @torch.compiler.disable
         def packed(dualkv: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-            layout = _checked(dualkv, kwargs)
+            trees = _checked(dualkv, kwargs)
             given = _meant(
                 own, dict(zip(inspect.signature(inspect.unwrap(own)).parameters, args, strict=False)) | kwargs
             )
             rows = [given.pop(name) for name in ("query", "key", "value", "g", "beta")]
-            if not layout.num_tokens:
+            if not trees.num_tokens:
                 return torch.zeros_like(rows[2])
             function = kernels.library(kernel, rows[0].device)
 
@@ -276,7 +270,7 @@ def _delta_rule(kernel: str) -> Callable[[Callable[..., Any]], Callable[..., Any
                 assert function is not None
                 return _varlen(function, rows[:3], {"g": rows[3], "beta": rows[4]}, initial, wave, given)
 
-            return scan(layout, rows, padded(batch) if function is None else varlen)
+            return scan(trees, rows, padded(batch) if function is None else varlen)
 
         return call
 
@@ -322,12 +316,12 @@ def _mamba2(own: Callable[..., Any]) -> Callable[..., Any]:
 
     @torch.compiler.disable
     def packed(dualkv: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        layout = _checked(dualkv, kwargs)
+        trees = _checked(dualkv, kwargs)
         if kwargs.get("z") is not None:
             raise ValueError("mamba2_chunk_scan got a gate z together with dualkv: expected a gate outside of the scan")
         given = _meant(own, dict(zip(inspect.signature(inspect.unwrap(own)).parameters, args, strict=False)) | kwargs)
         x, dt, decay, b, c = (given.pop(name) for name in ("hidden_states", "dt", "A", "B", "C"))
-        if not layout.num_tokens:
+        if not trees.num_tokens:
             return torch.zeros_like(x)
         dt = _step(dt, given.pop("dt_bias", None), given.pop("dt_softplus", False), given.pop("dt_limit", None))
 
@@ -336,7 +330,7 @@ def _mamba2(own: Callable[..., Any]) -> Callable[..., Any]:
             found = _for(own, x)(x, dt, decay, b, c, initial_states=initial, return_final_states=keep, **given)
             return found if keep else (found, None)
 
-        return scan(layout, [x, dt, b, c], padded(batch))
+        return scan(trees, [x, dt, b, c], padded(batch))
 
     return call
 
@@ -374,18 +368,18 @@ def _lightning(own: Callable[..., Any]) -> Callable[..., Any]:
 
     @torch.compiler.disable
     def packed(layer: Any, hidden_states: Tensor, dualkv: Any, kwargs: dict[str, Any]) -> Tensor:
-        layout = _checked(dualkv, kwargs)
-        shape = 1, layout.num_tokens, layer.num_attention_heads, 3 * layer.head_dim
+        trees = _checked(dualkv, kwargs)
+        shape = 1, trees.num_tokens, layer.num_attention_heads, 3 * layer.head_dim
         rows = layer.act_fn(layer.qkv_proj(hidden_states)).view(shape).split(layer.head_dim, -1)
-        out = _lightning_scan(layout, list(rows), layer.slope_rate, layer.block_size).flatten(2)
+        out = _lightning_scan(trees, list(rows), layer.slope_rate, layer.block_size).flatten(2)
         return layer.out_proj(torch.sigmoid(layer.output_gate(hidden_states)) * layer.norm(out))
 
     return forward
 
 
-def _lightning_scan(layout: Layout | Walked, rows: list[Tensor], slope: Tensor, block: int) -> Tensor:
+def _lightning_scan(trees: Trees, rows: list[Tensor], slope: Tensor, block: int) -> Tensor:
     """q, k, v [1, T, H, D] and slope [H, 1, 1] -> [1, T, H, D]: state = exp(-slope) * state + k v^T, out = q state."""
-    if not layout.num_tokens:
+    if not trees.num_tokens:
         return torch.zeros_like(rows[2])
     function = kernels.library("chunk_simple_gla", rows[0].device)
     slope = slope.to(torch.promote_types(rows[0].dtype, torch.float32))
@@ -398,9 +392,9 @@ def _lightning_scan(layout: Layout | Walked, rows: list[Tensor], slope: Tensor, 
         return _lightning_blocks(rows, initial, slope, block)
 
     if function is not None:
-        return scan(layout, rows, varlen)
+        return scan(trees, rows, varlen)
     exists = torch.ones_like(rows[0][:, :, 0, 0])  # [1, T]; 0 at padding, for which no time passes
-    return scan(layout, [*rows, exists], padded(batch))
+    return scan(trees, [*rows, exists], padded(batch))
 
 
 def _lightning_blocks(rows: list[Tensor], state: Tensor | None, slope: Tensor, block: int) -> tuple[Tensor, Tensor]:

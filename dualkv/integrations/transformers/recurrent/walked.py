@@ -8,7 +8,6 @@ are added up and enter the trunk's own backward, like those of keys and values.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -20,13 +19,52 @@ from torch import nn
 from dualkv.branches import Branch
 from dualkv.integrations.transformers.recurrent import waves
 from dualkv.layout import Layout
+from dualkv.packed_rows import packed_rows
 
 Tensor = torch.Tensor
 
 
-@dataclass
-class Walked:
-    """A branch in one call of a recurrent layer, in the place of a layout.
+class Trees:
+    """The trees of one call of a recurrent layer, which begin from nothing.
+
+    Attributes:
+        layout: of their rows.
+        keeps: whether other calls start from states of this one.
+    """
+
+    keeps = False
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+
+    @property
+    def num_tokens(self) -> int:
+        return self.layout.num_tokens
+
+    def scan_key(self) -> Hashable:
+        """Make the key of the states of the next scan."""
+
+    def initial(self, key: Hashable, device: torch.device) -> tuple[Tensor, waves.Gather] | None:
+        """(states [A, ...], which of them segments of the first wave start from); None: from nothing."""
+
+    def keep_state(self, key: Hashable, behind: int, state: Tensor) -> None:
+        """Keep the state [1, ...] behind the first own rows for other calls."""
+
+    def convolve(self, run: Callable[[Layout, Tensor], Tensor], x: Tensor, back: int) -> Tensor:
+        """A causal convolution that reads `back` rows back.
+
+        Args:
+            run: convolves [1, C, T] along the paths of a layout.
+            x: [1, C, t].
+
+        Returns:
+            [1, C, t].
+        """
+        return run(self.layout, x)
+
+
+class Walked(Trees):
+    """The own rows of a branch in one call of a recurrent layer; make one for each call.
 
     Attributes:
         branch: the part that runs.
@@ -34,29 +72,11 @@ class Walked:
         call: the number of this call of it.
     """
 
-    branch: Branch
-    layer: Hashable
-    call: int
-    _calls: dict[str, int] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, branch: Branch, layer: Hashable) -> Walked:
-        """Wrap the branch of one call of a layer; make one for each call."""
-        return cls(branch, layer, branch.call_of(layer))
-
-    @property
-    def num_tokens(self) -> int:
-        return self.branch.num_tokens
-
-    @property
-    def layout(self) -> Layout:
-        """The layout of the own rows."""
-        return self.branch.part.own
-
-    @property
-    def keeps(self) -> bool:
-        """Whether parts below start from states of this one."""
-        return self.branch.part.is_trunk
+    def __init__(self, branch: Branch, layer: Hashable) -> None:
+        super().__init__(branch.part.own)
+        self.branch, self.layer, self.call = branch, layer, branch.call_of(layer)
+        self.keeps = branch.part.is_trunk
+        self._calls: dict[str, int] = {}
 
     @cached_property
     def _starts(self) -> list[int]:
@@ -70,7 +90,6 @@ class Walked:
 
     # ------------------------------------------------------------------ scans
     def initial(self, key: Hashable, device: torch.device) -> tuple[Tensor, waves.Gather] | None:
-        """(states [A, ...] of the path, which of them segments of the first wave start from); None: from nothing."""
         self.branch.check_gradients()
         if not self._starts:
             return None
@@ -78,7 +97,6 @@ class Walked:
         return states, _gather(self.layout, self.branch.part.hangs_at, self._starts, device)
 
     def keep_state(self, key: Hashable, behind: int, state: Tensor) -> None:
-        """The state [1, ...] behind the first own rows of a trunk."""
         self.branch.keep((key, self.branch.part.path_rows + behind), state)
 
     def scan_key(self) -> Hashable:
@@ -86,15 +104,6 @@ class Walked:
 
     # ------------------------------------------------------------------ convolutions
     def convolve(self, run: Callable[[Layout, Tensor], Tensor], x: Tensor, back: int) -> Tensor:
-        """A causal convolution that reads `back` rows back, of the own rows behind the path's.
-
-        Args:
-            run: convolves [1, C, T] along the paths of a layout.
-            x: [1, C, t].
-
-        Returns:
-            [1, C, t].
-        """
         self.branch.check_gradients()
         if not back:
             return run(self.layout, x)
@@ -113,12 +122,34 @@ class Walked:
         return torch.cat(run(behind, before).split([piece.shape[2] for piece in parts], 2)[1::2], 2)
 
 
+def at_layer(dualkv: Any, layer: nn.Module) -> Any:
+    """Put a branch's own rows of one call of a recurrent layer in its place; others stay as they are."""
+    return Walked(dualkv, layer) if isinstance(dualkv, Branch) else dualkv
+
+
 def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Forward pre-hook of recurrent layers: says which of them a branch comes to."""
-    branch = kwargs.get("dualkv")
-    if not isinstance(branch, Branch):
+    if kwargs.get("dualkv") is None:
         return None
-    return args, {**kwargs, "dualkv": Walked.of(branch, module)}
+    return args, {**kwargs, "dualkv": at_layer(kwargs["dualkv"], module)}
+
+
+def trees_of(dualkv: object) -> Trees:
+    """The trees of a call that got `dualkv`.
+
+    Raises:
+        ValueError: some rows of a layout, as a rank or a part of a walk has that :func:`at_layer` did not see.
+        TypeError: neither a layout nor packed rows.
+    """
+    if isinstance(dualkv, Trees):
+        return dualkv
+    packed = packed_rows(dualkv)
+    if packed.rows is not None:
+        raise ValueError(
+            f"dualkv is a {type(dualkv).__name__}, expected a dualkv.Layout: recurrent layers run without sequence"
+            " parallelism"
+        )
+    return Trees(packed.whole)
 
 
 def _roots(layout: Layout) -> list[int]:
