@@ -96,6 +96,7 @@ class Branch(PackedRows):
 
     @property
     def whole(self) -> Layout:
+        """The layout of the batch."""
         return self.part.batch.layout
 
     @property
@@ -150,6 +151,7 @@ class Branch(PackedRows):
         return attention(q, k, v, self.layout, softmax_scale, deterministic, **features)[rows:]
 
     def attention_of(self, layer: Hashable) -> Callable[..., torch.Tensor]:
+        """:meth:`attention` of a layer."""
         return partial(self.attention, layer=layer)
 
     def check_gradients(self) -> None:

@@ -129,6 +129,7 @@ class Shard(PackedRows):
 
     @property
     def whole(self) -> Layout:
+        """The layout of the rows of all ranks."""
         return self.layout
 
     @property
@@ -142,6 +143,7 @@ class Shard(PackedRows):
         return self.layout.position_ids[self.rows]
 
     def attention_of(self, layer: Hashable) -> Callable[..., torch.Tensor]:
+        """:meth:`attention`, the same for every layer."""
         return self.attention
 
     def split(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:

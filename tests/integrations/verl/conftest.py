@@ -23,7 +23,7 @@ os.environ |= {
     "VERL_ENGINE_VENDOR": "nvidia",
     "VERL_USE_EXTERNAL_MODULES": "tests.integrations.verl.cpu_platform",
 }
-SECONDS = 900  # ranks that wait for each other forever end here; other work on the machine does not
+SECONDS = 3600  # ranks that wait for each other forever end here; other work on the machine does not
 
 
 def _free_port() -> int:
