@@ -167,7 +167,7 @@ class SharedPrefixes:
         limits = np.maximum(self.lengths[self.order], budget).tolist()
         cost = [(0, 0)]  # entry i: of the first i sequences
         begin = []  # entry i: the first sequence of the run that ends with sequence i
-        # For the beginning of the current run, ascending, with their costs, which ascend too.
+        # Where the current run may begin, ascending, with the costs, which ascend too.
         candidates: deque[tuple[int, tuple[int, int]]] = deque()
         for last in range(len(self)):
             repeated, count = cost[last]

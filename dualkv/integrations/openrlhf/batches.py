@@ -17,9 +17,9 @@ from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_ba
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 from openrlhf.trainer.ppo_utils.replay_buffer import NaiveReplayBuffer
 
+from dualkv.data.gain import MIN_SHARED
 from dualkv.data.trees import plan_sequences
 from dualkv.integrations import patching
-from dualkv.integrations.openrlhf.models import MIN_SHARED
 from dualkv.prefixes import read_sequences
 
 _stock_setup = NaiveReplayBuffer.setup_dynamic_batch

@@ -15,13 +15,12 @@ from openrlhf.models import Actor
 from torch import nn
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
+from dualkv.data.gain import MIN_SHARED
 from dualkv.data.trees import PackedSequences, pack_sequences
 from dualkv.integrations import patching
 from dualkv.integrations.patching import Changes
 from dualkv.integrations.transformers import enable, logprobs
 from dualkv.integrations.transformers.experts import load_balancing_loss
-
-MIN_SHARED = 8  # tokens: sequences that begin alike for fewer are not shared there, which keeps segments long
 
 # Arguments of the actor's forward that carry no inputs of a model. All others are images.
 NO_INPUTS = {"allgather_logits", "return_logprobs", "ring_attn_group", "packed_seq_lens"}
