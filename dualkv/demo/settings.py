@@ -29,9 +29,9 @@ class DemoSettings:
     """The settings of `dualkv demo`; its options have the same names, and on a GPU other defaults (:data:`ON_CUDA`).
 
     Attributes:
-        model: a named configuration (random weights) or a local folder.
+        model: a named configuration (random weights), the name of a package's weights, a local folder or a GGUF file.
         rollouts: JSON-lines file; None: sampled live by the model.
-        tokenizer: local folder of a Hugging Face tokenizer; None: bytes.
+        tokenizer: local folder of a Hugging Face tokenizer; None: the package's, or bytes.
         algorithm: "grpo" or "dapo".
         clip_low, clip_high, kl_coef: None: the algorithm's own.
         steps: optimizer updates; live rollouts are sampled anew for each, a file's are used for all.
