@@ -19,6 +19,7 @@ import json
 import random
 import time
 import zlib
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -90,15 +91,18 @@ class Sampler:
     for each token, so policies that are equal to rounding sample nearly always the same.
     """
 
-    def __init__(self, model, prefix, questions, responses, question_len, response_len, greedy=0):
+    def __init__(self, model, prefix, questions, responses, question_len, response_len, greedy=0, shared=True):
         """
         Args:
             questions, responses: of a call, responses for each question.
             question_len, response_len: tokens of each, at most.
             greedy: the first so many responses to a question take the likeliest tokens.
+            shared: the weights are the model's own tensors; else a copy, into which adapters are merged.
         """
         self.model = copy.deepcopy(model).requires_grad_(False).eval()
-        self.share_weights(model)
+        if shared:
+            for mine, theirs in zip(self.model.parameters(), model.parameters(), strict=True):
+                mine.data = theirs.data
         name = f"levels_{id(self)}"
         AttentionInterface.register(name, self.attend)
         self.model.set_attn_implementation(name)
@@ -128,10 +132,6 @@ class Sampler:
                 self.graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(self.graph):
                     self.step()
-
-    def share_weights(self, model):
-        for mine, theirs in zip(self.model.parameters(), model.parameters(), strict=True):
-            mine.data = theirs.data
 
     def attend(self, module, query, key, value, mask, scaling, **_):
         """Attention of new tokens to all levels up to their own, in fp32, as transformers calls it."""
@@ -175,8 +175,13 @@ class Sampler:
         self.at += 1
         self.choose(hidden[:, -1], self.at)
 
-    def read_prefix(self):
-        """Has to be called again when the weights have changed."""
+    @torch.no_grad()
+    def read_prefix(self, adapted=None):
+        """Has to be called again when the weights have changed; `adapted`: the model with its adapters (LoRA)."""
+        for name, module in adapted.named_modules() if adapted else ():
+            if hasattr(module, "get_delta_weight"):
+                merged = module.base_layer.weight + module.get_delta_weight("default")
+                self.model.get_submodule(name).weight.copy_(merged)
         n = self.prefix.shape[1]
         columns = torch.arange(n, device=self.device)
         self.run(0, columns, self.causal(n), self.prefix, columns[None])
@@ -229,9 +234,10 @@ class MasterWeights:
         p.grad = None
 
     @torch.no_grad()
-    def step(self):
+    def step(self, lr):
         """Returns the norm of the gradient, which is clipped at 1."""
         norm = torch.nn.utils.clip_grad_norm_(self.of.values(), 1.0)
+        self.optimizer.param_groups[0]["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)
         for p, master in self.of.items():
@@ -257,7 +263,7 @@ class Trainer:
         if way != "replicated":
             enable(self.policy, deterministic=args.deterministic)
             enable(self.reference, deterministic=args.deterministic)
-        self.weights = MasterWeights(self.policy, args.lr)
+        self.weights, self.updates = MasterWeights(self.policy, args.lr), 0
 
     def update(self, rollouts):
         """One update; what it logs."""
@@ -277,7 +283,8 @@ class Trainer:
             loss.backward()  # losses of micro-batches add up to that of the update
             with torch.no_grad():
                 totals += torch.stack([loss.double(), metrics["kl"].double(), (weight * entropy).sum().double()])
-        norm = self.weights.step()
+        self.updates += 1
+        norm = self.weights.step(self.args.lr * min(1.0, self.updates / self.args.warmup))
         loss, kl, entropy = totals.tolist()
         logged = {"loss": loss, "kl": kl, "entropy": entropy, "grad_norm": norm.item(), "update_s": now() - start}
         logged |= {"rows": sum(batch.tokens for batch in batches), "micro_batches": len(batches)}
@@ -306,14 +313,15 @@ def mean(values):
     return sum(values) / len(values)
 
 
-def evaluate(sampler, task, entries, seed=0):
+def evaluate(sampler, task, entries, adapted=None):
     """Share of right answers: of the likeliest response to each question, and of sampled ones."""
-    sampler.read_prefix()
-    scores = []
+    sampler.read_prefix(adapted)
+    scores, answers = [], set()
     for first in range(0, len(entries), sampler.questions):
         some = entries[first : first + sampler.questions]
         asked = [task.encode(entry) for entry in some]
-        groups = sampler(asked + asked[:1] * (sampler.questions - len(some)), seed + first)
+        groups = sampler(asked + asked[:1] * (sampler.questions - len(some)), first)
+        answers |= {tuple(group[0]) for group in groups}
         scores += [[task.score(e, r) for r in rs] for e, rs in zip(some, groups, strict=False)]
     greedy, sampled = [s[0] for s in scores], [s[1:] for s in scores]
     flat = [x for s in sampled for x in s]
@@ -323,7 +331,8 @@ def evaluate(sampler, task, entries, seed=0):
         "sampled_accuracy": mean(x == 1 for x in flat),
         "sampled_score": mean(flat),
         "solved_once": mean(max(s) == 1 for s in sampled),
-        "mixed_groups": mean(len(set(s)) > 1 for s in sampled),
+        "distinct_answers": len(answers),
+        "constant_accuracy": Counter(e["answer"] for e in entries).most_common(1)[0][1] / len(entries),
     }
 
 
@@ -337,8 +346,14 @@ def train(args):
     task = Task(args.task, TASKS.get(args.task, {}) | args.task_settings, tokenizer, args.prefix, args.held_out, args.seed)
     first = list(itertools.islice(task.training, args.groups * args.updates))
     question_len = longest_question(task, first + task.held_out)
-    sampler = Sampler(model, task.prefix, args.groups, args.responses, question_len, args.response_len)
-    judge = Sampler(model, task.prefix, args.eval_groups, 5, question_len, args.response_len, greedy=1)
+    sampler = Sampler(model, task.prefix, args.groups, args.responses, question_len, args.response_len, 0, not args.lora)
+    judge = Sampler(model, task.prefix, args.eval_groups, 5, question_len, args.response_len, 1, not args.lora)
+    adapted = None
+    if args.lora:
+        from peft import LoraConfig, get_peft_model
+
+        settings = LoraConfig(r=args.lora, lora_alpha=2 * args.lora, target_modules="all-linear")
+        adapted = model = get_peft_model(model, settings).get_base_model()
     trainer = Trainer(model, args, args.way)
     args.out.mkdir(parents=True, exist_ok=True)
     saved, begin = args.out / "checkpoint.pt", 0
@@ -346,6 +361,7 @@ def train(args):
         state = torch.load(saved, map_location=args.device)
         begin = state["updates"]
         trainer.weights.load(state)
+        trainer.updates = begin
     log = open(args.out / "log.jsonl", "a" if begin else "w")
 
     def write(line):
@@ -357,12 +373,12 @@ def train(args):
         name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
         write({"settings": settings, "prefix": len(task.prefix), "examples": task.num_examples,
                "device": name, "torch": torch.__version__})  # fmt: skip
-        write({"update": 0} | evaluate(judge, task, task.held_out))
+        write({"update": 0} | evaluate(judge, task, task.held_out, adapted))
     for update in range(begin, args.updates):
         start = now()
         entries = first[update * args.groups : (update + 1) * args.groups]
         asked = [task.encode(entry) for entry in entries]
-        sampler.read_prefix()
+        sampler.read_prefix(adapted)
         responses = sampler(asked, seed=args.seed * 1_000_000 + update)
         rewards = [[task.score(e, r) for r in rs] for e, rs in zip(entries, responses, strict=True)]
         rollouts = Rollouts(
@@ -385,7 +401,7 @@ def train(args):
                 for ids, rs, reward in zip(asked, responses, rewards, strict=True):
                     print(json.dumps({"prompt": task.prefix + ids, "responses": rs, "rewards": reward}), file=file)
         if (update + 1) % args.eval_every == 0 or update + 1 == args.updates:
-            write({"update": update + 1} | evaluate(judge, task, task.held_out))
+            write({"update": update + 1} | evaluate(judge, task, task.held_out, adapted))
         if args.save_every and (update + 1) % args.save_every == 0:
             torch.save(trainer.weights.state() | {"updates": update + 1}, saved.with_suffix(".part"))
             saved.with_suffix(".part").replace(saved)
@@ -479,6 +495,8 @@ parser.add_argument("--responses", type=int, default=16, help="to each prompt")
 parser.add_argument("--response-len", type=int, default=64, help="tokens, at most")
 parser.add_argument("--budget", type=int, default=40_000, help="rows of a micro-batch, at most")
 parser.add_argument("--lr", type=float, default=1e-5)
+parser.add_argument("--warmup", type=int, default=10, help="updates in which the learning rate grows")
+parser.add_argument("--lora", type=int, default=0, help="rank of adapters to train instead of the weights")
 parser.add_argument("--kl", type=float, default=0.01, help="weight of the KL term")
 parser.add_argument("--seed", type=int, default=0, help="of questions and samples")
 parser.add_argument("--held-out", type=int, default=256, help="questions")
