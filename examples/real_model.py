@@ -484,8 +484,9 @@ def plot(args):
     figure.savefig(args.plot)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(description):
+    """A parser of the command line."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="*", type=Path, help="folders of runs, for --plot")
     parser.add_argument("--out", type=Path, help="folder of the run")
     parser.add_argument("--way", choices=WAYS, default="packed", help="tree: what all prompts share once too")
@@ -515,6 +516,11 @@ def main():
     parser.add_argument("--time", type=Path, help="a file of rollouts, on which to time updates instead")
     parser.add_argument("--turns", type=int, default=10, help="timed updates of each way")
     parser.add_argument("--plot", type=Path, help="write a figure instead")
+    return parser
+
+
+def main():
+    parser = options(__doc__)
     args = parser.parse_args()
     if args.plot:
         plot(args)
