@@ -22,12 +22,14 @@ from dualkv.models import load_model, pretrained
 
 args = options(__doc__).parse_args()
 device = torch.device(args.device)
-model = load_model(args.model, torch.float32, device, args.seed)  # bf16 by autocast
 task = Task(args.task, args.task_settings, LocalTokenizer(args.model), args.prefix, args.held_out, args.seed)
 entries = [next(task.training) for _ in range(args.groups * args.updates)]
 tokenizer = AutoTokenizer.from_pretrained(**pretrained(args.model))
-tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
-args.out.mkdir(parents=True, exist_ok=True)
+tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(task.tokenizer.eos_id)
+start = load_model(args.model, torch.float32, torch.device("cpu"), args.seed)
+vars(start.config).pop("quantization_config", None)  # of the GGUF file, from which fp32 weights were made
+start.save_pretrained(args.out / "start")  # TRL reads the reference model from a folder
+tokenizer.save_pretrained(args.out / "start")
 begun = time.perf_counter()
 
 
@@ -44,10 +46,10 @@ class Log(TrainerCallback):
             write({"update": state.global_step, "seconds": time.perf_counter() - begun} | kept)
 
 
-def held_out(update):
+def held_out(update, weights):
     sizes = longest_question(task, task.held_out), args.response_len
     rounded = load_model(args.model, args.dtype, device, args.seed)
-    rounded.load_state_dict(model.state_dict())
+    rounded.load_state_dict(weights)
     judge = Sampler(rounded, task.prefix, args.eval_groups, 5, *sizes, greedy=1)
     write({"update": update} | evaluate(judge, task, task.held_out))
 
@@ -59,6 +61,7 @@ def reward(completion_ids, index, **_):
 prompts = [tokenizer.decode(task.prefix + task.encode(entry)) for entry in entries]
 settings = trl.GRPOConfig(
     output_dir=str(args.out / "trl"),
+    model_init_kwargs={"dtype": "float32"},  # bf16 by autocast
     max_steps=args.updates,
     per_device_train_batch_size=args.responses,
     gradient_accumulation_steps=args.groups,
@@ -79,7 +82,7 @@ settings = trl.GRPOConfig(
     seed=args.seed,
 )
 trainer = (trl.GRPOTrainer if args.way == "replicated" else GRPOTrainer)(
-    model=model,
+    model=str(args.out / "start"),
     reward_funcs=reward,
     args=settings,
     train_dataset=Dataset.from_dict({"prompt": prompts, "index": list(range(len(entries)))}),
@@ -88,6 +91,6 @@ trainer = (trl.GRPOTrainer if args.way == "replicated" else GRPOTrainer)(
 )
 settings = {name: str(value) if isinstance(value, Path | torch.dtype) else value for name, value in vars(args).items()}
 write({"settings": settings, "prefix": len(task.prefix), "examples": task.num_examples, "trl": trl.__version__}, "w")
-held_out(0)
+held_out(0, start.state_dict())
 trainer.train()
-held_out(args.updates)
+held_out(args.updates, trainer.model.state_dict())
