@@ -159,6 +159,9 @@ def load_model(name_or_path: str, dtype: torch.dtype, device: torch.device, seed
         of_text = type(AutoConfig.from_pretrained(**where)) in AutoModelForCausalLM._model_mapping
         auto = AutoModelForCausalLM if of_text else AutoModelForImageTextToText
         model = auto.from_pretrained(**where, dtype=dtype)
+        if "gguf_file" in where:  # read into plain weights, which transformers still takes for quantized ones
+            model.is_quantized, model.hf_quantizer = False, None
+            vars(model.config).pop("quantization_config", None)
     in_dtype(model, dtype)
     model.to(device).eval()
     return cast("PreTrainedModel", model)

@@ -27,7 +27,6 @@ entries = [next(task.training) for _ in range(args.groups * args.updates)]
 tokenizer = AutoTokenizer.from_pretrained(**pretrained(args.model))
 tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(task.tokenizer.eos_id)
 start = load_model(args.model, torch.float32, torch.device("cpu"), args.seed)
-vars(start.config).pop("quantization_config", None)  # of the GGUF file, from which fp32 weights were made
 start.save_pretrained(args.out / "start")  # TRL reads the reference model from a folder
 tokenizer.save_pretrained(args.out / "start")
 begun = time.perf_counter()
