@@ -159,6 +159,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def assert_close(name: str, got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    got, expected = got.double(), expected.double()  # weights of 4 bits are integers
     error = (got - expected).norm().item()
     assert error <= tolerance * expected.norm().item(), f"{name}: {error} against a norm of {expected.norm().item()}"
 

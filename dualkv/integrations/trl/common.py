@@ -62,9 +62,9 @@ def enable_policy(model: nn.Module, fast: bool, memory: float | None) -> None:
 
 
 def enable_all(trainer: Any, fast: bool, memory: float | None) -> None:
-    """Enables the policy, as :func:`enable_policy` does, and the reference model of a trainer."""
+    """Enables the policy, as :func:`enable_policy` does, and the reference model of a trainer that has one."""
     enable_policy(trainer.model, fast, memory)
-    if trainer.ref_model is not None:
+    if getattr(trainer, "ref_model", None) is not None:
         enable(trainer.ref_model)
 
 
@@ -133,7 +133,11 @@ def at_tokens(values: torch.Tensor, rows: torch.Tensor, response_mask: torch.Ten
 
 
 def call(
-    model: Callable[..., Any], plain: nn.Module, batch: PackedBatch | PackedSequences, with_aux_loss: bool
+    model: Callable[..., Any],
+    plain: nn.Module,
+    batch: PackedBatch | PackedSequences,
+    with_aux_loss: bool,
+    labels: torch.Tensor | None = None,
 ) -> tuple[Any, torch.Tensor | None]:
     """The outputs of TRL's head, and if asked for the load balancing loss of the padded batch (TRL's head counts packed
     rows).
@@ -143,8 +147,10 @@ def call(
         plain: the same model without wrappers.
         batch: of :func:`pack_rollouts`.
         with_aux_loss: for a mixture of experts.
+        labels: [1, T] those of the batch, or fewer of them: the head skips rows whose label is -100.
     """
-    inputs = {"input_ids": batch.input_ids, "shift_labels": batch.labels, "dualkv": batch.layout}
+    labels = batch.labels if labels is None else labels
+    inputs = {"input_ids": batch.input_ids, "shift_labels": labels, "dualkv": batch.layout}
     if isinstance(batch, PackedBatch):
         inputs |= batch.media
     if not with_aux_loss:

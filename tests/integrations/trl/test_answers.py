@@ -152,7 +152,7 @@ def test_dpo_of_answers_that_begin_alike(tmp_path: Path, settings: dict[str, Any
 def test_what_dpo_refuses(tmp_path: Path) -> None:
     trainer = dpo(DPOTrainer, tmp_path)
     batch = {name: torch.ones(2, 4, dtype=torch.int64) for name in ("input_ids", "attention_mask", "labels")}
-    with pytest.raises(ValueError, match="the batch has pixel_values: pairs are packed as text alone"):
+    with pytest.raises(ValueError, match="the batch has pixel_values: text alone is packed"):
         trainer.model(**batch, pixel_values=torch.ones(1), fused_lm_head=True)
     tuning = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3)
     with pytest.raises(ValueError, match=r"the PEFT adapter 'default' \(PROMPT_TUNING\) puts tokens of its own"):
@@ -250,7 +250,7 @@ def test_online_dpo(tmp_path: Path, settings: dict[str, Any], but: tuple[str, ..
 
 def test_what_online_dpo_refuses(tmp_path: Path) -> None:
     ids = torch.ones(2, 4, dtype=torch.int64)
-    with pytest.raises(ValueError, match="the batch has images: pairs are packed as text alone"):
+    with pytest.raises(ValueError, match="the batch has images: text alone is packed"):
         online(OnlineDPOTrainer, tmp_path)._forward(None, ids, ids, ids, ids, {"pixel_values": ids})
 
 
