@@ -4,7 +4,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from dualkv import openmp  # noqa: F401  (before torch is imported)
-from dualkv.branches import walk
 from dualkv.data.microbatch import MicroBatch, plan_micro_batches
 from dualkv.data.packing import PackedBatch, pack, pack_padded
 from dualkv.data.trees import PackedSequences, pack_sequences, plan_sequences
@@ -13,6 +12,7 @@ from dualkv.integrations.unenabled import watch  # noqa: F401  (refuses layouts 
 from dualkv.layout import Layout
 from dualkv.logprobs import response_logprobs
 from dualkv.ops.attention import attention
+from dualkv.walks import walk, walk_whole
 
 if TYPE_CHECKING:  # what __getattr__ brings
     from dualkv import grpo, integrations
@@ -40,6 +40,7 @@ __all__ = [
     "plan_sequences",
     "response_logprobs",
     "walk",
+    "walk_whole",
 ]
 
 

@@ -34,6 +34,7 @@ ROWS: dict[tuple[str, ...], tuple[str, ...]] = {
         "dualkv/observer.py",
         "dualkv/progress.py",
         "dualkv/sequence_parallel.py",
+        "dualkv/walks.py",
     ): ("dualkv/data/", "dualkv/ops/"),
     ("dualkv/integrations/",): ("dualkv/grpo.py",),
     ("dualkv/__init__.py", "dualkv/openmp.py"): ("dualkv/integrations/",),

@@ -24,6 +24,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import AttentionInterface
 
 from dualkv.arrays import check_bool, check_model
+from dualkv.branches import Branch
 from dualkv.data.rows import forgotten_layout
 from dualkv.integrations import patching
 from dualkv.integrations.patching import PREFIX, stock_attention
@@ -150,6 +151,8 @@ def _enter_decoder(
         return None
     packed = _checked(layout)
     selfcheck.refuse_unproved(module, packed)
+    if isinstance(packed, Branch) and packed.keeps_all:
+        checkpointing.keep_all(module, packed.at_end)
     name = type(module).__name__
     if type(module) not in patching.PREPARED:  # an unpickled model, before any `enable` of this process
         recurrent.install(module)

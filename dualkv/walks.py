@@ -1,0 +1,328 @@
+"""Trees past memory: walked depth-first, a part at a time, with gradients of the paths' keys and values added up.
+
+    def forward(input_ids, branch):
+        return model.model(input_ids=input_ids, dualkv=branch).last_hidden_state
+
+    def loss(hidden, part):
+        logp, _ = dualkv.response_logprobs(hidden, head(model), part)
+        return -(part.expand(logp) * advantages[part.places]).sum()
+
+    dualkv.walk(batch, budget, forward, loss)  # as loss.backward() of the whole batch
+
+A part reads the keys and values of the path above it. Trunks, which parts below read, run twice: first without a graph,
+for their keys, values and states, and with a graph once all parts below are done. That second pass has the trunk's own
+loss, and the summed gradients of what it kept. So rows of one pass at a time have a graph, and a row of a trunk that
+waits takes its keys, values and their gradients alone. The cost is one more forward of the trunks' rows. The first pass
+is a checkpoint: where layers would be recomputed, those of small parts may keep all, and the trunk costs what it costs
+in one recomputed pass. The sums are those of the whole tree, in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, Literal, Self
+
+import torch
+
+from dualkv.branches import Branch, Keeping
+from dualkv.data.memory import Memory
+from dualkv.data.parts import TreePart, plan_parts
+from dualkv.data.rows import check_used
+from dualkv.data.trees import PackedSequences
+
+Forward = Callable[[torch.Tensor, Branch], torch.Tensor]
+Loss = Callable[[torch.Tensor, TreePart], torch.Tensor]
+Values = Callable[[torch.Tensor, TreePart], torch.Tensor]
+
+
+class Pass:
+    """One pass of a part, made by :func:`passes`. A `with` statement runs its forward, then :meth:`backward` follows.
+
+    Attributes:
+        branch: for `model(..., dualkv=branch)`.
+        has_graph: whether it has one. Passes of trunks that come first have none.
+    """
+
+    def __init__(self, branch: Branch, has_graph: bool, state: _Random) -> None:
+        self.branch, self.has_graph, self._state = branch, has_graph, state
+        self._running = ExitStack()
+        self.done = False
+
+    @property
+    def part(self) -> TreePart:
+        return self.branch.part
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        """[1, t] int64."""
+        return self.part.input_ids
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no pass of this part follows: its loss and its log-probs are computed here."""
+        return self.has_graph or not self.part.is_trunk or not self._state.training
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the loss of the part's trained tokens is computed in this pass."""
+        return self.is_last and self.part.num_trained > 0
+
+    @property
+    def kind(self) -> Literal["F", "G"]:
+        """F without a graph, G with one. Ranks that gather parameters in each pass must run passes of one kind
+        together."""
+        return "G" if self.has_graph else "F"
+
+    def __enter__(self) -> Self:
+        self.branch.begin(self.has_graph)
+        self._running.enter_context(torch.set_grad_enabled(self.has_graph))
+        if torch.is_autocast_enabled(self.part.device.type):
+            torch.clear_autocast_cache()  # weights cast without a graph would have no gradient in the next pass
+        self._running.enter_context(self._state.of(self.part))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.branch.at_end.close()
+        self._running.close()
+
+    def backward(self, loss: torch.Tensor | None = None) -> None:
+        """Run the backward of a pass with a graph, and finish the pass.
+
+        Args:
+            loss: one number, the part's share; None where it has none. A trunk without one still has the gradients of
+                what it keeps.
+
+        Raises:
+            ValueError: the forward did not use the branch; a loss that is not one number or has no gradient; a loss in
+                a pass of a trunk that another pass follows.
+            TypeError: a loss that is not a tensor.
+        """
+        check_used(self.part.seen, "forward returned hidden states", "dualkv=branch")
+        # The batch's layout counts as used for what is computed from the log-probs of all parts. A part that is one
+        # path may run without its layout.
+        use = self.part.seen._segments.use
+        self.part.batch.layout._segments.use.seen |= use.seen
+        if loss is not None:
+            if not self.is_last:
+                raise ValueError("a loss came to the first pass of a trunk, expected it in the second one (has_loss)")
+            _check_loss(loss, self.has_graph)
+        if self.has_graph:
+            self.branch.backward(loss)
+        self.done = True
+
+
+class _Random:
+    """The random numbers of a walk: the second pass of a trunk draws those of the first one."""
+
+    def __init__(self, training: bool) -> None:
+        self.training = training
+        self._states: dict[int, list[torch.Tensor]] = {}
+
+    def of(self, part: TreePart) -> ExitStack:
+        """Make the context of a pass."""
+        stack, device = ExitStack(), part.device
+        on_cuda = device.type == "cuda"
+        if not (self.training and part.is_trunk):
+            return stack
+        if part.index not in self._states:
+            on_device = [torch.cuda.get_rng_state(device)] if on_cuda else []
+            self._states[part.index] = [torch.get_rng_state(), *on_device]
+            return stack
+        host, *on_device = self._states.pop(part.index)
+        stack.enter_context(torch.random.fork_rng([device] if on_cuda else []))
+        torch.set_rng_state(host)
+        for state in on_device:
+            torch.cuda.set_rng_state(state, device)
+        return stack
+
+
+def passes(
+    batch: PackedSequences, budget: int | Memory | Sequence[TreePart], keeping: Keeping | None = None
+) -> Iterator[Pass]:
+    """The passes of a walk in their order, for loops that run forward and backward themselves. Each one is run before
+    the next is asked for:
+
+        for one in passes(batch, budget):
+            with one:
+                hidden = model.model(input_ids=one.input_ids, dualkv=one.branch).last_hidden_state
+                loss = loss_of(hidden, one.part) if one.has_loss else None
+            one.backward(loss)
+
+    Under `torch.no_grad` no pass has a graph, and each part runs once.
+
+    Args:
+        batch, budget, keeping: as for :func:`walk`; or the parts themselves, made by
+            :func:`dualkv.data.parts.plan_parts`.
+
+    Raises:
+        ValueError: the pass before was not run; and as :func:`walk`.
+    """
+    parts = plan_parts(batch, budget) if isinstance(budget, int | Memory) else budget
+    state = _Random(torch.is_grad_enabled())
+    trunks: list[Branch] = []
+    for part in (*parts, None):
+        path = {index for index, _ in part.path} if part is not None else set[int]()
+        while trunks and trunks[-1].part.index not in path:
+            trunk = trunks.pop()
+            if state.training:
+                yield from _checked(Pass(trunk, True, state))
+        if part is not None:
+            above = {trunk.part.index: trunk for trunk in trunks}
+            branch = Branch(part, [above[index] for index, _ in part.path], keeping)
+            if part.is_trunk:
+                trunks.append(branch)
+            yield from _checked(Pass(branch, state.training and not part.is_trunk, state))
+
+
+def _checked(one: Pass) -> Iterator[Pass]:
+    yield one
+    if not one.done:
+        raise ValueError(
+            f"a pass of part {one.part.index} was not run, expected its forward in a with statement, then backward()"
+        )
+
+
+def walk(
+    batch: PackedSequences,
+    budget: int | Memory,
+    forward: Forward,
+    loss: Loss | None = None,
+    *,
+    gradients: torch.dtype = torch.float32,
+    on_host: bool = False,
+) -> torch.Tensor:
+    """Forward and backward of a tree of any size, a part at a time. Under `torch.no_grad` forward alone.
+
+    Gradients arrive in the parameters as from one backward of the whole batch, whose loss is the sum of the parts'. The
+    rows that parts below read run forward twice.
+
+    Args:
+        batch: the tree, or several.
+        budget: rows that have a graph at a time; or a `Memory`, bytes for these and for all that waits. With a `Memory`
+            layers that are checkpointed keep all in the passes in which there is room for it.
+        forward: of a part: (input_ids [1, t], branch) -> hidden states [1, t, C]. The attention of each layer is
+            `branch.attention(..., layer=...)`, as it is in a transformers model with `dualkv=branch`.
+        loss: of a part: (hidden states, part) -> a scalar, the part's share of the loss. It is called for parts that
+            predict trained tokens. :func:`dualkv.response_logprobs` takes the part in the place of a batch,
+            `part.expand` brings its values to the rollouts, and `part.places` are their places in
+            `torch.cat(batch.unpack(...))`. Losses that are no sum over tokens: :func:`walk_whole`.
+        gradients: torch.float32 or bfloat16, the sums of gradients of kept keys and values (float64 for float64).
+        on_host: keep keys, values and states in host memory, pinned for a GPU.
+
+    Returns:
+        The sum of the losses, without gradient.
+
+    Raises:
+        ValueError: a budget below 1, or below what the smallest parts need; a forward whose attention does not use the
+            branch (:meth:`Layout.mark_used` of `branch.layout`); a loss that is not one number, or has no gradient
+            where the walk has them; see :meth:`dualkv.branches.Branch.attention`.
+        TypeError: another batch; a forward or loss that is not a function; a loss that returns no tensor.
+    """
+    keeping, parts = Keeping(gradients, on_host), plan_parts(batch, budget)
+    _check_functions(forward=(forward, "(input_ids, branch)"), loss=(loss, "(hidden states, part)"))
+    total: list[torch.Tensor] = []
+    for one in passes(batch, parts, keeping):
+        value = None
+        with one:
+            hidden = forward(one.input_ids, one.branch)
+            check_used(one.part.seen, "forward returned hidden states", "dualkv=branch")
+            if one.has_loss and loss is not None:
+                value = loss(hidden, one.part)
+                _check_loss(value, one.has_graph)
+                total.append(value.detach().reshape(()))
+        del hidden
+        one.backward(value)
+    return torch.stack(total).sum() if total else torch.zeros((), device=batch.device)
+
+
+def walk_whole(
+    batch: PackedSequences,
+    budget: int | Memory,
+    forward: Forward,
+    values: Values,
+    loss: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    gradients: torch.dtype = torch.float32,
+    on_host: bool = False,
+) -> torch.Tensor:
+    """:func:`walk` for a loss that needs whole sequences, pairs or groups: GSPO, means over a sequence, DPO.
+
+    A first walk without gradients computes the values of all tokens, and the loss of these has a gradient for each of
+    them. A second walk carries these gradients into the model, which is exact for any differentiable loss. It costs one
+    more forward of all rows, unless the batch fits into one part.
+
+    Args:
+        batch, budget, forward, gradients, on_host: as for :func:`walk`.
+        values: of a part: (hidden states, part) -> [n] or [n, K], values of `part.places`, such as
+            `part.expand(logp)`. It must compute the same values both times.
+        loss: the values [N] or [N, K] of all tokens, in the order of `torch.cat(batch.unpack(...))` -> one number.
+
+    Returns:
+        The loss, without gradient.
+
+    Raises:
+        ValueError, TypeError: as :func:`walk`; values of another form.
+    """
+    parts = plan_parts(batch, budget)
+    _check_functions(
+        forward=(forward, "(input_ids, branch)"), values=(values, "(hidden states, part)"), loss=(loss, "the values")
+    )
+    settings: dict[str, Any] = {"gradients": gradients, "on_host": on_host}
+    training, every = torch.is_grad_enabled(), torch.empty(0)
+
+    def place(hidden: torch.Tensor, part: TreePart) -> torch.Tensor:
+        nonlocal every
+        own = values(hidden, part)
+        if not isinstance(own, torch.Tensor):
+            raise TypeError(f"values returned a {type(own).__name__}, expected a tensor, [n] or [n, K]")
+        if own.dim() not in (1, 2) or len(own) != len(part.places):
+            raise ValueError(
+                f"values returned a tensor of shape {tuple(own.shape)}, expected {len(part.places)} values or rows, one"
+                " for each of part.places"
+            )
+        if not every.numel():
+            every = own.new_zeros((int(batch._mask.sum()), *own.shape[1:]))
+        every[part.places] = own.detach()
+        return own
+
+    def in_one_part(hidden: torch.Tensor, part: TreePart) -> torch.Tensor:
+        return loss(place(hidden, part)[torch.argsort(part.places)])
+
+    if len(parts) == 1:
+        return walk(batch, budget, forward, in_one_part, **settings)
+    devices = [batch.device] if batch.device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(devices, enabled=training):  # both walks draw the same numbers
+        walk(batch, budget, forward, lambda hidden, part: place(hidden, part).sum(), **settings)
+    every.requires_grad_(training)
+    value = loss(every)
+    _check_loss(value, training)
+    if training:
+        (of_values,) = torch.autograd.grad(value, every)
+        walk(
+            batch, budget, forward, lambda hidden, part: (values(hidden, part) * of_values[part.places]).sum(),
+            **settings,
+        )  # fmt: skip
+    return value.detach().reshape(())
+
+
+def _check_functions(**given: tuple[object, str]) -> None:
+    for name, (function, form) in given.items():
+        if not callable(function) and not (function is None and name == "loss"):
+            raise TypeError(f"{name} is a {type(function).__name__}, expected a function of {form}")
+
+
+def _check_loss(value: object, training: bool) -> None:
+    """Raises TypeError or ValueError for what a loss of :func:`walk` must not return."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"loss returned a {type(value).__name__}, expected a tensor: the part's share of the loss")
+    if value.numel() != 1:
+        raise ValueError(
+            f"loss returned a tensor of shape {tuple(value.shape)}, expected one number, the part's share of the loss:"
+            " the weighted sum over its tokens"
+        )
+    if training and not value.requires_grad:
+        raise ValueError(
+            "loss returned a tensor without a gradient in a walk that has gradients: compute it of the hidden states,"
+            " not under torch.no_grad and not detached, or walk under torch.no_grad"
+        )
