@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from dualkv import openmp  # noqa: F401  (before torch is imported)
+from dualkv.data.memory import Memory, RowCosts
 from dualkv.data.microbatch import MicroBatch, plan_micro_batches
 from dualkv.data.packing import PackedBatch, pack, pack_padded
 from dualkv.data.trees import PackedSequences, pack_sequences, plan_sequences
@@ -12,7 +13,8 @@ from dualkv.integrations.unenabled import watch  # noqa: F401  (refuses layouts 
 from dualkv.layout import Layout
 from dualkv.logprobs import response_logprobs
 from dualkv.ops.attention import attention
-from dualkv.walks import walk, walk_whole
+from dualkv.row_costs import measure_rows
+from dualkv.walks import walk, walk_passes, walk_whole
 
 if TYPE_CHECKING:  # what __getattr__ brings
     from dualkv import grpo, integrations
@@ -24,13 +26,16 @@ __version__ = "0.2.0"
 __all__ = [
     "Head",
     "Layout",
+    "Memory",
     "MicroBatch",
     "PackedBatch",
     "PackedSequences",
+    "RowCosts",
     "attention",
     "flash_attn_dualkv_varlen_func",
     "grpo",
     "integrations",
+    "measure_rows",
     "observe",
     "pack",
     "pack_padded",
@@ -40,6 +45,7 @@ __all__ = [
     "plan_sequences",
     "response_logprobs",
     "walk",
+    "walk_passes",
     "walk_whole",
 ]
 

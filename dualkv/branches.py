@@ -29,7 +29,7 @@ _SUMS = torch.float32, torch.bfloat16
 
 @dataclass(frozen=True)
 class Keeping:
-    """How trunks keep their tensors.
+    """The way in which trunks keep their tensors.
 
     Attributes:
         gradients: dtype of the sums of gradients, if it is wider than the kept tensor's; float64 stays float64.
@@ -308,7 +308,6 @@ class Branch(PackedRows):
             for kept in self._kept.values():
                 kept.drop_tensors()
 
-    @torch.compiler.disable
     def attention(
         self,
         q: torch.Tensor,

@@ -37,7 +37,7 @@ Values = Callable[[torch.Tensor, TreePart], torch.Tensor]
 
 
 class Pass:
-    """One pass of a part, made by :func:`passes`. A `with` statement runs its forward, then :meth:`backward` follows.
+    """One pass of a part, made by :func:`walk_passes`. A `with` statement runs its forward, then :meth:`backward` follows.
 
     Attributes:
         branch: for `model(..., dualkv=branch)`.
@@ -137,13 +137,13 @@ class _Random:
         return stack
 
 
-def passes(
+def walk_passes(
     batch: PackedSequences, budget: int | Memory | Sequence[TreePart], keeping: Keeping | None = None
 ) -> Iterator[Pass]:
     """The passes of a walk in their order, for loops that run forward and backward themselves. Each one is run before
     the next is asked for:
 
-        for one in passes(batch, budget):
+        for one in walk_passes(batch, budget):
             with one:
                 hidden = model.model(input_ids=one.input_ids, dualkv=one.branch).last_hidden_state
                 loss = loss_of(hidden, one.part) if one.has_loss else None
@@ -222,7 +222,7 @@ def walk(
     keeping, parts = Keeping(gradients, on_host), plan_parts(batch, budget)
     _check_functions(forward=(forward, "(input_ids, branch)"), loss=(loss, "(hidden states, part)"))
     total: list[torch.Tensor] = []
-    for one in passes(batch, parts, keeping):
+    for one in walk_passes(batch, parts, keeping):
         value = None
         with one:
             hidden = forward(one.input_ids, one.branch)

@@ -15,7 +15,6 @@ from dualkv import Layout
 from dualkv.branches import Branch
 from dualkv.data.parts import plan_parts
 from dualkv.data.trees import PackedSequences
-from dualkv.walks import passes
 from tests.strategies import trees
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=9)
@@ -124,7 +123,7 @@ def test_attention_of_parts_is_that_of_the_tree(tree, budget, features):
     wanted = torch.autograd.grad((whole * dout).sum(), leaves)
     found = torch.zeros_like(whole)
 
-    for one in passes(batch, budget):
+    for one in dualkv.walk_passes(batch, budget):
         rows = one.input_ids[0]  # the ids of this batch are its rows
         with one:
             out = one.branch.attention(q[rows], k[rows], v[rows], layer="only", **given_)

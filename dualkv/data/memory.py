@@ -1,4 +1,4 @@
-"""What rows cost in memory and in time, for plans of trees that do not fit into memory at once.
+"""Costs of rows in memory and in time, for plans of trees that do not fit into memory at once.
 
 Bytes are counted beside weights, their gradients, the optimizer and the head's logits. Time is counted in rows, as in
 :mod:`dualkv.data.gain`: a forward of a row is 1, its backward 2, and its forward again, where layers are recomputed, 1.
@@ -18,7 +18,7 @@ PASS = 64  # rows: kernels of small passes leave a GPU idle
 
 
 class RowCosts(NamedTuple):
-    """Bytes of a row, over all layers of a model. :func:`dualkv.walks.measure_rows` measures them.
+    """Bytes of a row, over all layers of a model. :func:`dualkv.measure_rows` measures them.
 
     Attributes:
         kept: keys, values and states that a trunk's row keeps for the parts below, and the sums of their gradients.
