@@ -37,7 +37,7 @@ Values = Callable[[torch.Tensor, TreePart], torch.Tensor]
 
 
 class Pass:
-    """One pass of a part, made by :func:`walk_passes`. A `with` statement runs its forward, then :meth:`backward` follows.
+    """One pass of a part, made by :func:`walk_passes`: a `with` statement for its forward, then :meth:`backward`.
 
     Attributes:
         branch: for `model(..., dualkv=branch)`.
