@@ -14,7 +14,7 @@ ROWS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("cute_kernels/",): ("cute_kernels/abi.py",),
     ("codegen/packages.py", "codegen/surface.py"): (),
     ("codegen/",): ("cute_kernels/abi.py", "codegen/packages.py"),
-    ("dualkv/layout.py", "dualkv/segments.py", "dualkv/arrays.py", "dualkv/prefixes.py"): (
+    ("dualkv/layout.py", "dualkv/segments.py", "dualkv/arrays.py", "dualkv/prefixes.py", "dualkv/tokens.py"): (
         "cute_kernels/abi.py",
         "codegen/packages.py",
     ),

@@ -13,9 +13,9 @@ from rich.table import Table
 from dualkv.bench.show import folded
 from dualkv.bench.traces import FIGURES, KINDS, Trace, parse
 from dualkv.data import breaks
-from dualkv.data.files import Tokenizer, objects, samples
+from dualkv.data.files import Source, Tokenizer, errors_at, name_of, objects, segments
+from dualkv.data.files import sequences as sequences_of
 from dualkv.data.gain import Gain
-from dualkv.data.rollouts import token_ids
 from dualkv.layout import Layout
 from dualkv.models import CONFIGS
 from dualkv.prefixes import SharedPrefixes, read_sequences
@@ -73,7 +73,7 @@ def prefixes_of(layout: Layout) -> SharedPrefixes:
 
 
 # ---------------------------------------------------------------- a file
-def read(path: str | os.PathLike[str], tokenizer: Tokenizer, min_shared: int = 1, compare_texts: bool = False) -> Found:
+def read(path: Source, tokenizer: Tokenizer, min_shared: int = 1, compare_texts: bool = False) -> Found:
     """The rollouts of a file (:func:`dualkv.data.files.objects`), a group or a rollout a line. Groups have three forms:
 
         {"sequences": [[5, 6, 7, ...], ...], "loss_masks": [[0, 0, 1, ...], ...]}
@@ -87,7 +87,7 @@ def read(path: str | os.PathLike[str], tokenizer: Tokenizer, min_shared: int = 1
     are skipped.
 
     Args:
-        path: the file, UTF-8.
+        path: the file, UTF-8, or what :func:`dualkv.data.files.load` has read.
         tokenizer: for text and messages.
         min_shared: as for :func:`dualkv.pack_sequences`.
         compare_texts: decode tokens, to say whether those that differ stand for equal text.
@@ -96,20 +96,20 @@ def read(path: str | os.PathLike[str], tokenizer: Tokenizer, min_shared: int = 1
         ValueError: the first error, as `file:line: message`.
         OSError: a file that cannot be read.
     """
+    name = name_of(path)
     sequences: list[list[int]] = []
     trees: list[SharedPrefixes] = []
     lines: list[str] = []  # of each sequence
     trained: int | None = 0
     for where, data in objects(path):
-        try:
+        with errors_at(where):
             if "lengths" in data:
-                trees.append(_tree(data))
+                lengths, parent = segments(data)
+                trees.append(prefixes_of(Layout.from_segments(np.append(0, np.cumsum(lengths)), parent)))
                 trained = None
                 continue
-            rows, count = _sequences(data, tokenizer)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{where}: {error}") from None
-        line = where.removeprefix(f"{path}").replace(":", "line ", 1)
+            rows, count = sequences_of(data, tokenizer)
+        line = where.removeprefix(name).replace(":", "line ", 1)
         lines += [f"{line}, sequence {i}" for i in range(len(rows))]
         sequences += rows
         trained = None if trained is None or count is None else trained + count
@@ -120,57 +120,9 @@ def read(path: str | os.PathLike[str], tokenizer: Tokenizer, min_shared: int = 1
         said = breaks.described(found, lines.__getitem__)
         trees.insert(0, shared.at_least(min_shared))
     if not trees:
-        raise ValueError(f"{path}: no rollouts in it, expected one JSON object a line")
+        raise ValueError(f"{name}: no rollouts in it, expected one JSON object a line")
     unit = "bytes" if getattr(tokenizer, "used", False) else "tokens"
-    return Found(os.path.basename(path), _joined(trees), trained, tuple(said), unit)
-
-
-def _tree(data: dict[str, Any]) -> SharedPrefixes:
-    if "parent" not in data:
-        raise ValueError(f"'parent' is missing, found {sorted(data)}")
-    for name in ("lengths", "parent"):
-        if not isinstance(data[name], list) or not all(type(n) is int for n in data[name]):
-            raise ValueError(f"{name!r} must be a list of integers, one a segment")
-    if not data["lengths"]:
-        raise ValueError("'lengths' is empty, expected at least one segment")
-    if min(data["lengths"]) < 1:
-        raise ValueError(f"'lengths' has {min(data['lengths'])}, expected at least 1 token a segment")
-    return prefixes_of(Layout.from_segments(np.append(0, np.cumsum(data["lengths"])), data["parent"]))
-
-
-def _sequences(data: dict[str, Any], tokenizer: Tokenizer) -> tuple[list[list[int]], int | None]:
-    """Token ids of a line's sequences, and how many of them count."""
-    if "sequences" in data:
-        rows = _listed(data, "sequences")
-        rows = [token_ids(f"sequences[{i}]", row, tokenizer).tolist() for i, row in enumerate(rows)]
-        if not all(rows):
-            raise ValueError(f"sequences[{rows.index([])}] is empty, expected at least one token")
-        masks = data.get("loss_masks")
-        if masks is None:
-            return rows, None
-        if not isinstance(masks, list) or list(map(_size, masks)) != list(map(len, rows)):
-            raise ValueError("'loss_masks' must have a list of zeros and ones for each sequence, as long as it")
-        return rows, sum(map(sum, masks))
-    of = next((key for key in ("responses", "completions") if key in data), None)
-    if "prompt" not in data or of is None:
-        found = samples(data, tokenizer)
-        counts = [None if sample.mask is None else sum(sample.mask) for sample in found]
-        return [s.tokens for s in found], None if None in counts else sum(c or 0 for c in counts)
-    prompt = token_ids("prompt", data["prompt"], tokenizer).tolist()
-    if not prompt:
-        raise ValueError("'prompt' is empty, expected at least one token")
-    responses = [token_ids(f"{of}[{i}]", row, tokenizer).tolist() for i, row in enumerate(_listed(data, of))]
-    return [[*prompt, *response] for response in responses], sum(map(len, responses))
-
-
-def _listed(data: dict[str, Any], name: str) -> list[Any]:
-    if not isinstance(data[name], list) or not data[name]:
-        raise ValueError(f"{name!r} must be a list of at least one entry")
-    return list(data[name])
-
-
-def _size(mask: Any) -> int:
-    return len(mask) if isinstance(mask, list) and all(m in (0, 1) for m in mask) else -1
+    return Found(os.path.basename(name), _joined(trees), trained, tuple(said), unit)
 
 
 def _joined(parts: list[SharedPrefixes]) -> SharedPrefixes:

@@ -150,7 +150,7 @@ def test_a_file_of_rollouts(run, tmp_path):
         ('{"lengths": [4, 0], "parent": [-1, 0]}', "'lengths' has 0"),
         ('{"lengths": [4, 2.5], "parent": [-1, 0]}', "'lengths' must be a list of integers"),
         ('{"lengths": [4, 5, 6], "parent": [-1, 2, 0]}', r"parent\[1\] is 2"),
-        ('{"lengths": [4, 5, 6], "parent": [-1]}', "4 entries for 1 segments"),
+        ('{"lengths": [4, 5, 6], "parent": [-1]}', "'parent' has 1 entries for 3 segments"),
     ],
 )
 def test_a_bad_line_is_named(run, tmp_path, line, says):

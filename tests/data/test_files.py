@@ -127,6 +127,20 @@ def test_files_that_are_compressed_or_documents(tmp_path: Path, monkeypatch: pyt
         assert read_rollouts(name, ByteTokenizer(), 320, rewards=False).group_sizes == [2], name
 
 
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    """The line of the file is named, also behind blank lines; and a compressed file that was cut."""
+    whole = gzip.compress(json.dumps(ROLLOUTS["OpenAI"]).encode() * 50)
+    for name, data, says in (
+        ("a.json", b'   \n\n{"input":\n "a\xff"}', "a.json:4: not UTF-8 (byte 3 of the line)"),
+        ("a.jsonl", b'\n{"input": "\xff"}', "a.jsonl:2: not UTF-8 (byte 11 of the line)"),
+        ("a.jsonl.gz", whole[:-20], "a.jsonl.gz: not a whole file of gzip ("),
+        ("a.json.gz", b"{}", "a.json.gz: not a whole file of gzip ("),
+    ):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ValueError, match=re.escape(f"{tmp_path / name}"[: -len(name)] + says)):
+            read_rollouts(tmp_path / name, ByteTokenizer(), 320)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
