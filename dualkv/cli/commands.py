@@ -144,11 +144,11 @@ def demo(
     """GRPO updates of a language model both ways, prompts replicated and packed: same numbers, tokens, time, memory.
     Rollouts of several turns are packed a third way too, as trees."""
     given = {name: value for name, value in locals().items() if name in SETTINGS}
-    file = files.load(rollouts, files.group_or_samples) if rollouts is not None else None
-    settings = DemoSettings.given(**given)
     console = console_of(json_to)
     if plot is not None:
         check_plot(plot)
+    file = files.load(rollouts, files.group_or_samples) if rollouts is not None else None
+    settings = DemoSettings.given(**given)  # from here on with torch
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     with tracked(console, "loading the model") as track:
@@ -320,6 +320,11 @@ def bench(
     debug: DebugOption = False,
 ) -> None:
     """This GPU's attention against its peers, forward and backward: a table, JSON, Markdown, a plot."""
+    console = console_of(json_to)
+    if plot is not None:
+        check_plot(plot)
+    if markdown is not None:
+        check_folder(markdown)
     file = None
     if rollouts is not None:
         file = files.load(rollouts, partial(files.group_or_samples, rewards=False))
@@ -331,14 +336,9 @@ def bench(
     shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "head_dim_v": head_dim_v, "dtype": dtype}
     workloads = [w.with_shape(**shape) for w in groups]
     directions, sides = command.directions(direction), command.sides(side)
-    console = console_of(json_to)
     if listing:
         console.print(command.listing(workloads))
         return
-    if plot is not None:
-        check_plot(plot)
-    if markdown is not None:
-        check_folder(markdown)
     command.check_gpu()
     report: dict[str, Any] = {}
     with tracked(Console(stderr=True)) as track:
@@ -385,11 +385,11 @@ def trees(
     debug: DebugOption = False,
 ) -> None:
     """Show what packing saves on rollouts before training: tokens, share ratio, depth, FLOP, and whether it pays."""
+    console = console_of(json_to)
     given = [files.load(path, files.sequences_or_segments) for path in rollouts or ()]
     from dualkv.bench import trees as saved
     from dualkv.data.rollouts import load_tokenizer
 
-    console = console_of(json_to)
     if sources:
         console.print(saved.sources())
         return

@@ -3,7 +3,8 @@
 Nothing here imports torch: a command line with a bad file ends at once.
 
 :func:`samples` knows forms of one rollout by their keys. Token ids with masks: veRL's agent loop, verifiers, prime-rl.
-Text: veRL's `rollout_data_dir`, prompts with completions. Messages: OpenAI's, TRL's, ART's, SWE-agent's.
+Text: veRL's `rollout_data_dir`, prompts with completions. Messages: OpenAI's, TRL's, ART's, SWE-agent's. Trees of ids
+or messages: verifiers' traces.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ POLICY = ("assistant", "ai", "model")  # roles of messages that the policy wrote
 MESSAGES = ("messages", "messages_and_choices", "history", "trajectory")  # keys of a whole conversation
 FORMS = (
     "'sequences', 'prompt' with 'responses', 'completions' or 'completion', 'prompt_ids', 'input_ids', 'input' and"
-    f" 'output', {', '.join(map(repr, MESSAGES))} or 'trajectories'"
+    f" 'output', {', '.join(map(repr, MESSAGES))}, 'trajectories' or 'traces'"
 )
 
 
@@ -160,8 +161,9 @@ def objects(path: Source) -> Iterator[tuple[str, dict[str, Any]]]:
 
     Args:
         path: JSON lines, whose blank lines are skipped; a JSON document, an object or a list of them (`.json`, `.traj`,
-            or a first line that is a lone bracket); either of them compressed (`.gz`); `-` for standard input; a folder
-            of `.traj` files, as SWE-agent leaves them; or what :func:`load` has read.
+            or a first line that is a lone bracket); either of them compressed (`.gz`); `-` for standard input; rows of
+            Parquet (`.parquet`, which takes pyarrow); a folder of `.traj` files, as SWE-agent leaves them; or what
+            :func:`load` has read.
 
     Raises:
         ValueError: not JSON, not UTF-8, or no object, as `file:line: message`; a folder without such files.
@@ -178,6 +180,9 @@ def objects(path: Source) -> Iterator[tuple[str, dict[str, Any]]]:
             yield from objects(each)
         return
     name = os.fspath(path)
+    if name.endswith(".parquet"):
+        yield from _rows(name)
+        return
     with ExitStack() as stack:
         opened = gzip.open if name.endswith(".gz") else open
         file = sys.stdin.buffer if name == "-" else stack.enter_context(opened(name, "rb"))
@@ -200,6 +205,17 @@ def _lines(name: str, file: Iterable[bytes]) -> Iterator[bytes]:
         yield from file
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{name}: not a whole file of gzip ({error})") from None
+
+
+def _rows(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    from pyarrow import ArrowException, parquet
+
+    try:
+        rows = parquet.read_table(name).to_pylist()
+    except ArrowException as error:
+        raise ValueError(f"{name}: not Parquet ({' '.join(str(error).split())})") from None
+    for i, row in enumerate(rows):
+        yield f"{name}[{i}]", {key: value for key, value in row.items() if value is not None}
 
 
 def _document(name: str, text: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -384,7 +400,7 @@ def _size(mask: Any) -> int:
 
 
 def samples(data: dict[str, Any], tokenizer: Tokenizer, vocab_size: int | None = None) -> list[Sample]:
-    """The rollouts of an object that has one rollout, or ART's group of them.
+    """The rollouts of an object that has one rollout, ART's group of them, or verifiers' traces of an episode.
 
     Args:
         data: of :func:`objects`.
@@ -396,13 +412,18 @@ def samples(data: dict[str, Any], tokenizer: Tokenizer, vocab_size: int | None =
     """
     if "trajectories" in data:
         return [s for each in _list(data, "trajectories") for s in samples(each, tokenizer, vocab_size)]
+    if "traces" in data:
+        traces = _list(data, "traces") if data["traces"] else []  # none of an episode that failed
+        trained = [x for x in traces if x.get("nodes") and (x.get("agent") or {}).get("trainable", True)]
+        return [s for each in trained for s in _trace(each, tokenizer, vocab_size)]
     reward = _reward(data)
     prompt = next((key for key in ("prompt_ids", "input", "prompt") if key in data), None)
     if (whole := next((key for key in MESSAGES if key in data and _are_messages(data[key])), None)) is not None:
         messages = [_message(f"{whole}[{i}]", each) for i, each in enumerate(data[whole])]
-        chosen = [isinstance(each.get("message"), dict) for each in data[whole]]  # ART's choices, which are trained
+        # ART trains choices. In its Parquet they are marked.
+        chosen = [isinstance(each.get("message"), dict) or each.get("trainable") is True for each in data[whole]]
         own = chosen if any(chosen) else [m["role"] in POLICY for m in messages]
-        return [_conversation(messages, own, data.get("tools"), tokenizer, vocab_size, reward)]
+        return [_conversation(messages, own, _parsed(data.get("tools")), tokenizer, vocab_size, reward)]
     if "input_ids" in data:
         ids = check_ids("input_ids", data["input_ids"], vocab_size)
         return [Sample(ids, _mask(data, ("loss_mask", "assistant_masks"), len(ids)), reward)]
@@ -419,6 +440,42 @@ def samples(data: dict[str, Any], tokenizer: Tokenizer, vocab_size: int | None =
         raise ValueError(f"{prompt!r} is empty, expected at least one token")
     mask = _mask(data, ("completion_mask", "response_mask"), len(then))
     return [Sample(first + then, [0] * len(first) + (mask or [1] * len(then)), reward)]
+
+
+def _trace(data: dict[str, Any], tokenizer: Tokenizer, vocab_size: int | None) -> list[Sample]:
+    """The branches of a trace: its nodes are messages with the tokens that each adds behind its parent's.
+
+    Attempts to compact the history that the agent did not go on from are none of its training samples.
+    """
+    nodes, scores = _list(data, "nodes"), [x for x in (data.get("rewards") or {}).values() if isinstance(x, dict)]
+    reward = sum(_number("score", x.get("score")) * x.get("weight", 1.0) for x in scores) if scores else None
+    links = [[(x.get("type"), x.get("node")) for x in node.get("semantic_parents") or ()] for node in nodes]
+    parents: list[int | None] = [node.get("parent") for node in nodes]
+    for i, up in enumerate(parents):
+        if up is not None and not (isinstance(up, int) and 0 <= up < i):
+            raise ValueError(f"'parent' of nodes[{i}] is {json.dumps(up)}, expected an earlier node")
+    resumed = {at for of in links for kind, at in of if kind == "compaction"}
+    attempts = {i for i, of in enumerate(links) if any(kind == "compaction_attempt" for kind, _ in of)}
+    ends = [i for i in range(len(nodes)) if i not in parents and i not in attempts - resumed]
+    found: list[Sample] = []
+    for end in ends:
+        path = [end]
+        while (up := parents[path[0]]) is not None:
+            path.insert(0, up)
+        if any(nodes[i].get("token_ids") for i in path):
+            ids = [check_ids(f"token_ids of nodes[{i}]", nodes[i].get("token_ids") or [], vocab_size) for i in path]
+            masks = [_mask(nodes[i], ("mask",), len(x)) or [0] * len(x) for i, x in zip(path, ids, strict=True)]
+            found.append(Sample([t for x in ids for t in x], [m for mask in masks for m in mask], reward))
+            continue
+        messages = [_message(f"nodes[{i}]", nodes[i]) for i in path]
+        own = [bool(nodes[i].get("sampled")) for i in path]
+        found.append(_conversation(messages, own, nodes[path[0]].get("tools"), tokenizer, vocab_size, reward))
+    return found
+
+
+def _parsed(value: Any) -> Any:
+    """The value of a field that is JSON in a string in ART's Parquet."""
+    return json.loads(value) if isinstance(value, str) else value
 
 
 def _conversation(
@@ -460,7 +517,16 @@ def _message(name: str, value: Any) -> Message:
             raise ValueError(f"{name} has parts other than text, expected text")
     if content is not None and not isinstance(content, str):
         raise ValueError(f"'content' of {name} must be text, got {kind(content)}")
-    return {**{key: x for key, x in inner.items() if x is not None}, "content": content or ""}
+    message = {**{key: x for key, x in inner.items() if x is not None}, "content": content or ""}
+    if isinstance(calls := _parsed(message.get("tool_calls")), list):  # verifiers' calls are flat
+        flat = ("name", "arguments")
+        message["tool_calls"] = [
+            {**{key: x for key, x in call.items() if key not in flat}, "function": {key: call.get(key) for key in flat}}
+            if isinstance(call, dict) and "function" not in call
+            else call
+            for call in calls
+        ]
+    return message
 
 
 def _are_messages(value: Any) -> bool:
@@ -477,7 +543,10 @@ def _reward(data: dict[str, Any]) -> float | None:
     name = next((key for key in ("reward", "score", "reward_score") if data.get(key) is not None), None)
     if name is None:
         return None
-    value = data[name]
+    return _number(name, data[name])
+
+
+def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{name!r} is {json.dumps(value)}, expected a finite number")
     return float(value)

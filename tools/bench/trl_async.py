@@ -303,7 +303,7 @@ def save(s: Settings, folder: Path, device: torch.device) -> int:
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     torch.manual_seed(0)
     with device:
-        AutoModelForCausalLM.from_config(config, dtype=DTYPES[s.dtype]).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(config, dtype=getattr(torch, s.dtype)).save_pretrained(folder)
     return int(config.vocab_size)
 
 
