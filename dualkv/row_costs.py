@@ -59,7 +59,7 @@ def measure_rows(
         branch = Branch(last, trunks, keeping)
         branch.keeps_all = keeps_all
         branch.begin(has_graph=True)
-        with torch.enable_grad(), _Peak(input_ids.device) as peak:
+        with torch.enable_grad(), Peak(input_ids.device) as peak:
             with branch.at_end:
                 hidden = forward(last.input_ids, branch)
             branch.backward(hidden.sum(), inputs=[branch.anchor])
@@ -74,7 +74,7 @@ def measure_rows(
     return RowCosts(kept / (2 * LONG * rows), path, graph, recomputed, pairs)
 
 
-class _Peak:
+class Peak:
     """The most bytes of tensors in a `with` statement beyond those at its beginning, in `bytes`."""
 
     def __init__(self, device: torch.device) -> None:

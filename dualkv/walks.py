@@ -34,6 +34,7 @@ from dualkv.data.trees import PackedSequences
 Forward = Callable[[torch.Tensor, Branch], torch.Tensor]
 Loss = Callable[[torch.Tensor, TreePart], torch.Tensor]
 Values = Callable[[torch.Tensor, TreePart], torch.Tensor]
+Budget = int | Memory | Sequence[TreePart]
 
 
 class Pass:
@@ -137,9 +138,15 @@ class _Random:
         return stack
 
 
-def walk_passes(
-    batch: PackedSequences, budget: int | Memory | Sequence[TreePart], keeping: Keeping | None = None
-) -> Iterator[Pass]:
+def _parts(batch: PackedSequences, budget: Budget) -> Sequence[TreePart]:
+    if not isinstance(budget, Sequence):
+        return plan_parts(batch, budget)
+    if any(not isinstance(part, TreePart) or part.batch is not batch for part in budget):
+        raise ValueError("budget is a list, expected the parts of this batch that plan_parts made")
+    return budget
+
+
+def walk_passes(batch: PackedSequences, budget: Budget, keeping: Keeping | None = None) -> Iterator[Pass]:
     """The passes of a walk in their order, for loops that run forward and backward themselves. Each one is run before
     the next is asked for:
 
@@ -152,13 +159,13 @@ def walk_passes(
     Under `torch.no_grad` no pass has a graph, and each part runs once.
 
     Args:
-        batch, budget, keeping: as for :func:`walk`; or the parts themselves, made by
-            :func:`dualkv.data.parts.plan_parts`.
+        batch, budget: as for :func:`walk`.
+        keeping: how trunks keep their tensors.
 
     Raises:
         ValueError: the pass before was not run; and as :func:`walk`.
     """
-    parts = plan_parts(batch, budget) if isinstance(budget, int | Memory) else budget
+    parts = _parts(batch, budget)
     state = _Random(torch.is_grad_enabled())
     trunks: list[Branch] = []
     for part in (*parts, None):
@@ -185,7 +192,7 @@ def _checked(one: Pass) -> Iterator[Pass]:
 
 def walk(
     batch: PackedSequences,
-    budget: int | Memory,
+    budget: Budget,
     forward: Forward,
     loss: Loss | None = None,
     *,
@@ -200,7 +207,8 @@ def walk(
     Args:
         batch: the tree, or several.
         budget: rows that have a graph at a time; or a `Memory`, bytes for these and for all that waits. With a `Memory`
-            layers that are checkpointed keep all in the passes in which there is room for it.
+            layers that are checkpointed keep all in the passes in which there is room for it. Or the parts themselves,
+            by :func:`dualkv.data.parts.plan_parts`.
         forward: of a part: (input_ids [1, t], branch) -> hidden states [1, t, C]. The attention of each layer is
             `branch.attention(..., layer=...)`, as it is in a transformers model with `dualkv=branch`.
         loss: of a part: (hidden states, part) -> a scalar, the part's share of the loss. It is called for parts that
@@ -219,7 +227,7 @@ def walk(
             where the walk has them; see :meth:`dualkv.branches.Branch.attention`.
         TypeError: another batch; a forward or loss that is not a function; a loss that returns no tensor.
     """
-    keeping, parts = Keeping(gradients, on_host), plan_parts(batch, budget)
+    keeping, parts = Keeping(gradients, on_host), _parts(batch, budget)
     _check_functions(forward=(forward, "(input_ids, branch)"), loss=(loss, "(hidden states, part)"))
     total: list[torch.Tensor] = []
     for one in walk_passes(batch, parts, keeping):
@@ -238,7 +246,7 @@ def walk(
 
 def walk_whole(
     batch: PackedSequences,
-    budget: int | Memory,
+    budget: Budget,
     forward: Forward,
     values: Values,
     loss: Callable[[torch.Tensor], torch.Tensor],
@@ -264,7 +272,7 @@ def walk_whole(
     Raises:
         ValueError, TypeError: as :func:`walk`; values of another form.
     """
-    parts = plan_parts(batch, budget)
+    parts = _parts(batch, budget)
     _check_functions(
         forward=(forward, "(input_ids, branch)"), values=(values, "(hidden states, part)"), loss=(loss, "the values")
     )
@@ -290,17 +298,17 @@ def walk_whole(
         return loss(place(hidden, part)[torch.argsort(part.places)])
 
     if len(parts) == 1:
-        return walk(batch, budget, forward, in_one_part, **settings)
+        return walk(batch, parts, forward, in_one_part, **settings)
     devices = [batch.device] if batch.device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(devices, enabled=training):  # both walks draw the same numbers
-        walk(batch, budget, forward, lambda hidden, part: place(hidden, part).sum(), **settings)
+        walk(batch, parts, forward, lambda hidden, part: place(hidden, part).sum(), **settings)
     every.requires_grad_(training)
     value = loss(every)
     _check_loss(value, training)
     if training:
         (of_values,) = torch.autograd.grad(value, every)
         walk(
-            batch, budget, forward, lambda hidden, part: (values(hidden, part) * of_values[part.places]).sum(),
+            batch, parts, forward, lambda hidden, part: (values(hidden, part) * of_values[part.places]).sum(),
             **settings,
         )  # fmt: skip
     return value.detach().reshape(())

@@ -6,6 +6,7 @@ Bytes are counted beside weights, their gradients, the optimizer and the head's 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -35,20 +36,24 @@ class RowCosts(NamedTuple):
     pairs: float = PAIRS_A_ROW
 
 
-class Memory(NamedTuple):
+@dataclass(frozen=True)
+class Memory:
     """A limit of memory as the budget of :func:`dualkv.walk` and of :func:`dualkv.plan_memory`.
 
     Attributes:
         bytes: that passes may take beside weights, their gradients, the optimizer and the head's logits: kept keys and
             values of all trunks that wait, the sums of their gradients, and the rows that have a graph.
         row: what a row takes.
+
+    Raises:
+        ValueError: numbers that are not positive (costs of a path may be 0).
+        TypeError: what is no number.
     """
 
-    bytes: int
+    bytes: float
     row: RowCosts
 
-    def check(self) -> Memory:
-        """Return the same limit; raises ValueError or TypeError for numbers that are no costs."""
+    def __post_init__(self) -> None:
         if not isinstance(self.row, RowCosts):
             raise TypeError(f"row is a {type(self.row).__name__}, expected a RowCosts")
         for name, value in (("bytes", self.bytes), *self.row._asdict().items()):
@@ -56,7 +61,6 @@ class Memory(NamedTuple):
                 raise TypeError(f"{name} is {value!r}, expected a number")
             if not 0 <= value < float("inf") or (value == 0 and name in ("bytes", "graph", "recomputed", "pairs")):
                 raise ValueError(f"{name} is {value}, expected a positive number")
-        return self
 
     def of_pass(self, waiting: int, path: int, own: int, keeps_all: bool) -> float:
         """Count the bytes of a pass.

@@ -183,7 +183,7 @@ def plan_parts(batch: PackedSequences, budget: int | Memory) -> list[TreePart]:
         )
     if not isinstance(budget, Memory):
         return _Plan(batch, positive("budget", budget)).parts
-    found = fitting(batch, budget.check())
+    found = fitting(batch, budget)
     if found is None:
         needed = _needed(batch, budget)
         raise ValueError(
@@ -219,34 +219,43 @@ def fitting(batch: PackedSequences, memory: Memory) -> Fitting | None:
     for most in (memory.bytes / memory.row.graph, memory.bytes / memory.row.recomputed):
         rows = int(min(most, total))
         while rows >= min(SMALLEST, total):
-            if (made := _costed(_Plan(batch, rows).parts, rows, memory)) is not None:
+            if (made := costed(_Plan(batch, rows).parts, rows, memory)) is not None:
                 found.append(made)
             rows = rows * 3 // 4
     return min(found, key=lambda one: one.time, default=None)
 
 
-def _costed(parts: list[TreePart], rows: int, memory: Memory) -> Fitting | None:
-    """Choose what each part keeps; None if one does not fit."""
+def costed(parts: list[TreePart], rows: int, memory: Memory, keeps_all: bool | None = None) -> Fitting | None:
+    """Count what parts take; None if one does not fit.
+
+    Args:
+        parts, rows: of :class:`Fitting`.
+        memory: the limit.
+        keeps_all: whether layers keep all; None: chosen for each part.
+    """
     seen = parts[0].batch.layout._segments.position + 1
     chosen, most, time = list[TreePart](), 0.0, 0.0
     for part in parts:
         own, path = len(part.rows), part.path_rows
-        waiting = sum(len(parts[above].rows) for above, _ in part.path) + part.is_trunk * own
-        keeps_all = memory.keeps_all(waiting, path, own)
-        if keeps_all is None:
+        waiting = _waiting(parts, part)
+        keeps = memory.keeps_all(waiting, path, own) if keeps_all is None else keeps_all
+        if keeps is None:
             return None
-        most = max(most, memory.of_pass(waiting, path, own, keeps_all))
-        time += memory.time(path, own, float(seen[part.rows].sum()), keeps_all, part.is_trunk)
-        chosen.append(replace(part, keeps_all=keeps_all))
+        most = max(most, memory.of_pass(waiting, path, own, keeps))
+        time += memory.time(path, own, float(seen[part.rows].sum()), keeps, part.is_trunk)
+        chosen.append(replace(part, keeps_all=keeps))
     return Fitting(chosen, rows, most, time)
+
+
+def _waiting(parts: list[TreePart], part: TreePart) -> int:
+    """Count the rows of trunks that keep tensors while a part runs."""
+    return sum(len(parts[above].rows) for above, _ in part.path) + part.is_trunk * len(part.rows)
 
 
 def _needed(batch: PackedSequences, memory: Memory) -> float:
     """Bytes that the smallest parts take."""
-    enough = memory._replace(bytes=2**62)
-    parts = [replace(part, keeps_all=False) for part in _Plan(batch, SMALLEST).parts]
-    waiting = [sum(len(parts[above].rows) for above, _ in p.path) + p.is_trunk * len(p.rows) for p in parts]
-    return max(enough.of_pass(w, p.path_rows, len(p.rows), False) for p, w in zip(parts, waiting, strict=True))
+    parts = _Plan(batch, SMALLEST).parts
+    return max(memory.of_pass(_waiting(parts, p), p.path_rows, len(p.rows), False) for p in parts)
 
 
 class _Plan:

@@ -10,7 +10,7 @@ import torch
 import dualkv
 from dualkv.data.parts import fitting, plan_parts
 from dualkv.integrations.transformers import enable, recompute_layers
-from dualkv.row_costs import _Peak
+from dualkv.row_costs import Peak
 from tests.integrations.tiny import assert_close, gradients, make_model
 from tests.integrations.transformers import test_recurrent
 from tests.integrations.transformers.test_branches import packed, walked, weights_of, whole
@@ -65,9 +65,9 @@ def test_a_budget_in_bytes_holds(costs, limit):
         parameter.grad = torch.zeros_like(parameter)
     memory = dualkv.Memory(int(limit), costs)
     plan = fitting(batch, memory)
-    with _Peak(CPU) as one_row:
+    with Peak(CPU) as one_row:
         wanted = whole(model, batch, weights)
-    with _Peak(CPU) as peak:
+    with Peak(CPU) as peak:
         loss = walked(other, batch, weights, memory)
     assert plan.bytes <= limit < one_row.bytes
     assert 0.75 * plan.bytes <= peak.bytes <= 1.02 * plan.bytes, "in no case more; the smallest parts take less"
