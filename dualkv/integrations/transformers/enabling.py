@@ -47,6 +47,7 @@ from dualkv.integrations.transformers.media import Placed
 from dualkv.layout import Layout
 from dualkv.packed_rows import PackedRows, packed_rows
 from dualkv.segments import OP_TAGS, segments_of
+from dualkv.sequence_parallel import Shard
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -181,6 +182,8 @@ def _enter_decoder(
         )
     if kwargs.get("use_cache") or any(kwargs.get(cache) is not None for cache in recurrent.CACHES):
         raise ValueError("past_key_values or use_cache came together with dualkv: packed groups run without a cache")
+    if isinstance(packed.of_layers, Shard):
+        recurrent.refuse(recurrent.mixers(module), packed.of_layers.world_size)
     # Layers that hand no keyword arguments on would not refuse any.
     layers.refuse_arguments(f"a call of {name}", kwargs, ("dualkv", *layers.arguments(type(module))))
     # With images, given positions are compared with the model's where the images are placed.

@@ -252,7 +252,7 @@ def test_scans_and_convolutions_follow_paths(seed: int, monkeypatch: pytest.Monk
         return out, out[:, -1]
 
     summed = ops.scan(Trees(layout), [x], ops.padded(sums))
-    convolved = ops.convolve(conv, layout, x.transpose(1, 2), weight, None).transpose(1, 2)
+    convolved = ops.convolve(conv, waves.windows(layout, 3, x.device), x.transpose(1, 2), weight, None).transpose(1, 2)
     covered = set()
     for path, _ in paths(layout):
         torch.testing.assert_close(summed[0, path], x[0, path].cumsum(0))
@@ -503,11 +503,9 @@ def test_what_stands_beside_a_layout_is_refused(family: str) -> None:
         model(input_ids=ids, dualkv=TREE, seq_idx=torch.zeros_like(ids))
 
 
-def test_sequence_parallelism_is_refused() -> None:
+def test_other_rows_are_refused() -> None:
     mixer = make("qwen3_5_text").model.layers[0].linear_attn
     enable(make("qwen3_5_text"), check=False)
-    with pytest.raises(ValueError, match=r"dualkv is a Shard, expected a dualkv\.Layout: recurrent layers run without"):
-        mixer(torch.randn(1, 8, 32), dualkv=dualkv.sequence_parallel.Shard(TREE, None))
     with pytest.raises(TypeError, match=r"dualkv is a list, expected a dualkv\.Layout$"):
         mixer(torch.randn(1, 8, 32), dualkv=[8])
 
