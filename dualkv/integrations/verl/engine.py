@@ -398,19 +398,14 @@ def _refuse_beside(model: nn.Module) -> None:
 
 
 def _refuse_ulysses(model_config: Any, ranks: int) -> None:
-    """Raises ValueError for a model with recurrent layers whose rows would be split over `ranks`."""
+    """Raises ValueError for a model with recurrent layers whose heads the `ranks` of Ulysses cannot share."""
     if ranks == 1:
         return
     try:
         found = recurrent.mixers(support.without_weights(model_config.hf_config))
     except Exception:
         return  # as in `_checked`; the first call with a layout refuses such a model
-    if found:
-        name, mixer = found[0]
-        raise ValueError(
-            f"ulysses_sequence_parallel_size is {ranks} and {name} ({type(mixer).__name__}) is a recurrent layer, which"
-            " needs the states of the rows of all ranks before it: set ulysses_sequence_parallel_size=1"
-        )
+    recurrent.refuse(found, ranks)
 
 
 def _as_sequences(micro_batch: TensorDict, ids: torch.Tensor, offsets: torch.Tensor) -> TensorDict:

@@ -78,7 +78,7 @@ def difference(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
 
 
 def refused() -> str:
-    """What a rank says of heads that the ranks cannot share."""
+    """Return the error of a model whose heads the ranks cannot share."""
     shard = Shard(FOREST, dist.group.WORLD)
     model = enable(make("qwen3_5_text", linear_num_key_heads=1, linear_num_value_heads=3), check=False)
     with pytest.raises(ValueError, match="heads") as error:
@@ -157,7 +157,7 @@ def taps_of_each(
     cu_seqlens: torch.Tensor,
     cu_seqlens_cpu: torch.Tensor,
 ) -> torch.Tensor:
-    """As flash-linear-attention's convolution: sequences in a row, each behind a state of its own."""
+    """Run sequences in a row, each behind a state of its own, like flash-linear-attention's convolution."""
     pieces = x.split(cu_seqlens.diff().tolist(), 2)
     found = [
         taps(torch.cat([before[None], piece], 2), weight, None)[..., before.shape[1] :]

@@ -113,7 +113,7 @@ class _Reread(torch.autograd.Function):
         return grad, None, None
 
 
-def _sent(rows: Tensor, to: list[int], of: list[int], group: dist.ProcessGroup) -> Tensor:
+def _sent(rows: Tensor, to: list[int], of: list[int], group: dist.ProcessGroup | None) -> Tensor:
     """Send so many rows to each rank, in order. Returns those of the others, so many from each."""
     received = rows.new_empty(sum(of), *rows.shape[1:])
     dist.all_to_all_single(received, rows.contiguous(), of, to, group=group)

@@ -137,7 +137,7 @@ def windows(shard: Shard, back: int, device: torch.device) -> waves.Windows:
     *of_windows, own_rows, sent_rows = on_device
     received_from = np.bincount(coming[rank] // t, minlength=ranks).tolist()
     halo = waves.Halo(own_rows, sent_rows, [len(rows) for rows in sent], received_from, shard.group)
-    return waves.Windows(*of_windows, torch.from_numpy(cu_seqlens), halo)
+    return waves.Windows._make([*of_windows, torch.from_numpy(cu_seqlens), halo])
 
 
 def _cut(segments: Segments, breaks: IntArray) -> Segments:

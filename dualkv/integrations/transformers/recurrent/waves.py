@@ -170,7 +170,7 @@ class Halo(NamedTuple):
     sent: torch.Tensor
     sent_to: list[int]
     received_from: list[int]
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
 
 
 class Windows(NamedTuple):
@@ -272,4 +272,4 @@ def windows_of(segments: Segments, back: int, device: torch.device) -> Windows:
     around = np.concatenate([tail[parent[filled]][:, ::-1], own], 1)
     cu_seqlens = np.append(offsets[filled], offsets[-1]).astype(np.int64)
     found = around.clip(0), around < 0, np.flatnonzero(there), own[there], cu_seqlens
-    return Windows(*(torch.from_numpy(x).to(device) for x in found), torch.from_numpy(cu_seqlens))
+    return Windows._make([*(torch.from_numpy(x).to(device) for x in found), torch.from_numpy(cu_seqlens), None])
