@@ -83,7 +83,7 @@ class Sharded(Trees):
 
     def _key(self, device: torch.device) -> tuple[object, ...]:
         shard = self.shard
-        return type(shard), shard.group, shard.rank, device
+        return type(shard), shard.group, shard.world_size, shard.rank, device
 
 
 def trees_of(dualkv: object) -> Trees:
