@@ -29,7 +29,10 @@ from tests.integrations.tiny import gradients, token_ids
 from tests.integrations.transformers.test_recurrent import FAMILIES, double_throughout, make, random_forest
 
 KINDS = (Shard, ContextShard)
-WAYS = ((ContextShard, False), (Shard, False), (Shard, True))  # and whether layers run again in the backward
+WAYS = {  # and whether layers run again in the backward
+    "float32": ((ContextShard, False), (Shard, True)),
+    "float64": ((Shard, False), (ContextShard, True)),
+}
 # olmo_hybrid: a gradient of decays, a sum of numbers of both signs, differs by up to 1.2e-5. In fp64 it does by 3e-14.
 LARGEST = {"float64": 1e-11, "float32": 1e-5, "float32 olmo_hybrid": 3e-5}
 
@@ -95,7 +98,7 @@ def run(rank: int, folder: str, dtype: str) -> None:
             compares = number % ranks == rank
             model = enable(make(family, getattr(torch, dtype)), check=False)
             expected = results(model, layout, layout) if compares else {}
-            for kind, recompute in WAYS:
+            for kind, recompute in WAYS[dtype]:
                 if recompute:
                     recompute_layers(model)
                 got = results(model, layout, kind(layout, dist.group.WORLD))
@@ -129,7 +132,7 @@ def test_as_on_one_rank(ranks: int, dtype: str) -> None:
                 "recurrent layer layers.0.linear_attn (Qwen3_5GatedDeltaNet) has 3 heads, expected a multiple of the"
                 f" {ranks} sequence-parallel ranks"
             )
-    assert len(found) == len(CASES) * len(WAYS)
+    assert len(found) == len(CASES) * 2
     for way, (error, of) in found.items():
         assert error < LARGEST.get(f"{dtype} {way.split()[0]}", LARGEST[dtype]), (way, of)
 
