@@ -246,7 +246,7 @@ class Shard(PackedRows):
         if (sinks := call.features.sinks) is not None:
             features["sinks"] = self.share(sinks)
         out = attention(q, k, v, self.layout, call.softmax_scale, deterministic, **features)
-        return self.to_rows(out).contiguous()  # a view of one head a rank is not; models call .view
+        return self.to_rows(out)
 
     def to_heads(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Exchange rows for heads, by one all-to-all for each dtype.
@@ -278,7 +278,7 @@ class Shard(PackedRows):
         """Exchange heads for rows, the inverse of :meth:`to_heads`: [rows of the layout, heads of this rank, ...] ->
         [num_tokens, all heads, ...]."""
         back: torch.Tensor = _Exchange.apply(x.unflatten(0, (self.world_size, -1)), self.group)
-        return back.transpose(0, 1).flatten(1, 2)
+        return back.transpose(0, 1).flatten(1, 2).contiguous()  # a view of one head a rank is not; models call .view
 
     def share(self, weight: torch.Tensor) -> torch.Tensor:
         """This rank's heads of a weight [H, ...]. Its gradient is zero for heads of other ranks."""
