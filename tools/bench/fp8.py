@@ -23,7 +23,6 @@ import torch
 import typer
 
 import dualkv
-from dualkv.demo.settings import DTYPES
 from dualkv.integrations.transformers import enable
 from tools.bench.record import OptionalJsonPath, Record
 
@@ -127,7 +126,7 @@ def main(json_to: OptionalJsonPath = None) -> None:
     figures: dict[str, Any] = {"torchao": version("torchao"), "sizes": asdict(sizes), "distances": []}
     for dtype in ("float32", "bfloat16"):
         for recipe in (None, *RECIPES):
-            found = measure(sizes, DTYPES[dtype], recipe)
+            found = measure(sizes, getattr(torch, dtype), recipe)
             figures["distances"].append({"dtype": dtype, "recipe": recipe or "none", **found})
             record.write(figures)
             for of, distances in found.items():
