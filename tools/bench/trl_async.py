@@ -10,7 +10,8 @@ some models; of these the record has what TRL says, and DualKV's time.
 
 Weights and tokens are random. The old log-probs of the loss are those of the first trainer, as vLLM's would be close to
 the policy's. Log-probs of trained tokens and gradients are compared before the turns; on the traces of `--distance`
-also with the stock model's in fp32 on every path of the tree by itself.
+also with the stock model's in fp32 on every path of the tree by itself, beside which stands the same in `--dtype` for
+models that TRL refuses.
 """
 
 from __future__ import annotations
@@ -284,6 +285,8 @@ def main(
             except ValueError as error:
                 found["refused"][way] = str(error)
         exact = {"fp32": Step(Alone, folder, s, exact=True)} if distance else {}
+        if distance and found["refused"]:  # nothing else tells what bfloat16 alone does to the model
+            exact["alone"] = Step(Alone, folder, s)
         for kind, name in [(kind, name) for kind, of_kind in names.items() for name in of_kind]:
             try:
                 inputs = make_inputs(name, vocabulary, device)
