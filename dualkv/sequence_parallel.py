@@ -322,6 +322,13 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.apply(grad, ctx.group), None
 
 
+def sent(rows: torch.Tensor, to: list[int], of: list[int], group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Send so many rows to each rank, in order. Returns those of the others, so many from each."""
+    received = rows.new_empty(sum(of), *rows.shape[1:])
+    dist.all_to_all_single(received, rows.contiguous(), of, to, group=group)
+    return received
+
+
 class _Gather(torch.autograd.Function):
     """x [n, ...] -> [ranks * n, ...] of all ranks; the gradient of a rank's rows is that of the rank's own loss."""
 

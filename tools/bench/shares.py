@@ -9,7 +9,6 @@ from unittest import mock
 import torch
 
 from dualkv import sequence_parallel
-from dualkv.integrations.transformers.recurrent import ops
 from dualkv.layout import Layout
 
 
@@ -37,5 +36,5 @@ def _nothing(rows: torch.Tensor, to: list[int], of: list[int], group: None) -> t
 @contextmanager
 def alone() -> Iterator[None]:
     """Nothing is exchanged in this context; what ranks would send is copied."""
-    with mock.patch.object(sequence_parallel, "_Exchange", _Kept), mock.patch.object(ops, "_sent", _nothing):
+    with mock.patch.multiple(sequence_parallel, _Exchange=_Kept, sent=_nothing):
         yield

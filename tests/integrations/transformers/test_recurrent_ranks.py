@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dualkv import Layout
+from dualkv import Layout, sequence_parallel
 from dualkv.context_parallel import ContextShard
 from dualkv.context_plan import shares
 from dualkv.sequence_parallel import Shard
@@ -186,7 +186,7 @@ def test_convolutions_of_ranks_read_the_rows_of_others(seed: int, monkeypatch: p
         for rank, (shard, plan) in enumerate(zip(shards, plans, strict=True)):
             received = [of[rank] for of in sent]
             assert [len(rows) for rows in received] == plan.halo.received_from
-            monkeypatch.setattr(ops, "_sent", lambda *_, received=received: torch.cat(received))
+            monkeypatch.setattr(sequence_parallel, "sent", lambda *_, received=received: torch.cat(received))
             for convolve, conv in ((ops.convolve, taps), (ops.convolve_at_once, taps_of_each)):
                 out = convolve(conv, plan, own[rank], weight, None)
                 torch.testing.assert_close(out, expected[:, :, shard.rows], rtol=1e-12, atol=1e-12)

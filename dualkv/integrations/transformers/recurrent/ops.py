@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from dualkv import sequence_parallel
 from dualkv.integrations.transformers.recurrent import waves
 from dualkv.integrations.transformers.recurrent.walked import Trees
 
@@ -90,7 +90,7 @@ class _Reread(torch.autograd.Function):
         ctx.halo = halo
         rows = x[0]
         if halo is not None:
-            received = _sent(rows[halo.sent], halo.sent_to, halo.received_from, halo.group)
+            received = sequence_parallel.sent(rows[halo.sent], halo.sent_to, halo.received_from, halo.group)
             rows = torch.cat([rows[halo.own], received])
         return x.view_as(x), rows[at]
 
@@ -105,19 +105,12 @@ class _Reread(torch.autograd.Function):
         whole = grad.new_zeros(len(halo.own) + sum(halo.received_from), grad.shape[2])
         whole.index_put_((at,), grad_of_rows, accumulate=True)
         grad[0].index_add_(0, halo.own, whole[: len(halo.own)])
-        back = _sent(whole[len(halo.own) :], halo.received_from, halo.sent_to, halo.group)
+        back = sequence_parallel.sent(whole[len(halo.own) :], halo.received_from, halo.sent_to, halo.group)
         # One rank after the other: several may have read the same row, and sums keep their order so.
         for rows, part in zip(halo.sent.split(halo.sent_to), back.split(halo.sent_to), strict=True):
             if len(rows):
                 grad[0].index_add_(0, rows, part)
         return grad, None, None
-
-
-def _sent(rows: Tensor, to: list[int], of: list[int], group: dist.ProcessGroup | None) -> Tensor:
-    """Send so many rows to each rank, in order. Returns those of the others, so many from each."""
-    received = rows.new_empty(sum(of), *rows.shape[1:])
-    dist.all_to_all_single(received, rows.contiguous(), of, to, group=group)
-    return received
 
 
 def scan(trees: Trees, rows: Sequence[Tensor], run: Run) -> Tensor:
