@@ -9,6 +9,7 @@ if TYPE_CHECKING or not IS_THE_COMMAND:  # the command line refuses a bad file b
     from dualkv.data.memory import Memory, RowCosts
     from dualkv.data.microbatch import MicroBatch, plan_micro_batches
     from dualkv.data.packing import PackedBatch, pack, pack_padded
+    from dualkv.data.planning import MemoryPlan, plan_in_memory
     from dualkv.data.trees import PackedSequences, pack_sequences, plan_sequences
     from dualkv.heads import Head
     from dualkv.integrations.unenabled import watch  # noqa: F401  (refuses layouts for models that are not enabled)
@@ -29,6 +30,7 @@ __all__ = [
     "Head",
     "Layout",
     "Memory",
+    "MemoryPlan",
     "MicroBatch",
     "PackedBatch",
     "PackedSequences",
@@ -43,6 +45,7 @@ __all__ = [
     "pack_padded",
     "pack_sequences",
     "packed_vs_separate",
+    "plan_in_memory",
     "plan_micro_batches",
     "plan_sequences",
     "response_logprobs",
@@ -56,6 +59,8 @@ __all__ = [
 _MODULES = {
     "Memory": "data.memory",
     "RowCosts": "data.memory",
+    "MemoryPlan": "data.planning",
+    "plan_in_memory": "data.planning",
     "MicroBatch": "data.microbatch",
     "plan_micro_batches": "data.microbatch",
     "PackedBatch": "data.packing",

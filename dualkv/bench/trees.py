@@ -16,6 +16,8 @@ from dualkv.data import breaks
 from dualkv.data.files import Source, Tokenizer, errors_at, name_of, objects, segments
 from dualkv.data.files import sequences as sequences_of
 from dualkv.data.gain import Gain
+from dualkv.data.memory import Memory, RowCosts
+from dualkv.data.planning import plan_shared
 from dualkv.layout import Layout
 from dualkv.models import CONFIGS
 from dualkv.prefixes import SharedPrefixes, read_sequences
@@ -170,6 +172,24 @@ def flops(model: str, rows: int, pairs: int, head_rows: int) -> float:
     return 6.0 * weights * rows + of_pairs + 6.0 * c["vocab_size"] * hidden * head_rows
 
 
+def row_costs(model: str) -> RowCosts:
+    """Estimate what a row of a named model takes, in bf16 with transformers' own layers, from the sizes of a layer.
+
+    The factors were fitted to :func:`dualkv.measure_rows` of small Qwen3 models. Every layer counts as attention.
+    """
+    c = CONFIGS[model]
+    hidden, heads, kv_heads, layers = (
+        c[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")
+    )
+    head_dim = c.get("head_dim", hidden // heads)
+    mlp = c.get("moe_intermediate_size", c["intermediate_size"]) * c.get("num_experts_per_tok", 1)
+    q, kv = heads * head_dim, kv_heads * head_dim
+    graph = 17 * hidden + 8 * mlp + 10 * (q + kv)
+    recomputed = 20 * hidden + 12 * mlp + 10.5 * (q + kv)
+    pairs = (2 * hidden * (q + kv) + 3 * hidden * mlp) / (2 * q)
+    return RowCosts(layers * 12 * kv, 12 * q + 8 * kv, layers * graph, 2 * layers * hidden + recomputed, pairs)
+
+
 @dataclass(frozen=True)
 class Summary:
     """Attributes:
@@ -179,6 +199,7 @@ class Summary:
     depth: levels of the deepest tree. segments: their number; shortest, median, longest: tokens of them.
     flop_ratio: of an update of `model`, replicated over packed.
     saved, pays, verdict: by :mod:`dualkv.data.gain`, whatever the model.
+    plan: what :func:`dualkv.plan_in_memory` says of the rollouts in a limit of memory; "" without one.
     breaks, unit: as of :class:`Found`.
     """
 
@@ -199,9 +220,11 @@ class Summary:
     verdict: str
     breaks: tuple[str, ...]
     unit: str = "tokens"
+    plan: str = ""
 
     @classmethod
-    def of(cls, found: Found, model: str) -> Summary:
+    def of(cls, found: Found, model: str, gib: float | None = None) -> Summary:
+        """gib: the limit of memory."""
         if model not in CONFIGS:
             raise ValueError(f"model is {model!r}, expected one of {', '.join(CONFIGS)}")
         tree, gain = found.shared.tree(), Gain.of(found.shared)
@@ -212,12 +235,13 @@ class Summary:
             if found.trained is None
             else (found.trained, min(found.trained, gain.rows))
         )
+        plan = "" if gib is None else str(plan_shared(found.shared, Memory(gib * 2**30, row_costs(model))))
         before = flops(model, gain.replicated_rows, gain.replicated_pairs, head[0])
         after = flops(model, gain.rows, gain.pairs, head[1])
         return cls(
             found.name, len(found.shared), gain.replicated_rows, gain.rows, gain.ratio, layout.depth, len(tree.length),
             int(tree.length.min()), float(np.median(tree.length)), int(tree.length.max()), model, before / after,
-            gain.saved, gain.pays, str(gain), found.breaks, found.unit,
+            gain.saved, gain.pays, str(gain), found.breaks, found.unit, plan,
         )  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:

@@ -375,6 +375,12 @@ def trees(
     ] = None,
     model: Annotated[str, typer.Option(help="FLOP are of an update of this model, by name.")] = "qwen3-8b",
     min_shared: Annotated[int, typer.Option(min=1, help="Of files: shared parts below so many tokens repeat.")] = 1,
+    memory: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GIB", help="Plan micro-batches of the model in so much memory, beside weights and gradients."
+        ),
+    ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="For text: local folder of a Hugging Face tokenizer. Default: bytes.")
     ] = None,
@@ -387,9 +393,12 @@ def trees(
     """Show what packing saves on rollouts before training: tokens, share ratio, depth, FLOP, and whether it pays."""
     console = console_of(json_to)
     given = [files.load(path, files.sequences_or_segments) for path in rollouts or ()]
+    from dualkv.arrays import check_gib
     from dualkv.bench import trees as saved
     from dualkv.data.rollouts import load_tokenizer
 
+    if memory is not None:
+        check_gib("--memory", memory)
     if sources:
         console.print(saved.sources())
         return
@@ -398,11 +407,11 @@ def trees(
     if len({one.name for one in found}) < len(found):  # of several folders
         found = [dataclasses.replace(one, name=file.name) for one, file in zip(found, given, strict=True)]
     found += saved.drawn(trace or ([] if given else saved.ALL))
-    summaries = [saved.Summary.of(one, model) for one in found]
+    summaries = [saved.Summary.of(one, model, memory) for one in found]
     console.print(saved.table(summaries))
     for summary in summaries:
         counted = [files.BYTES] * (summary.unit == "bytes")
-        for sentence in (*counted, summary.verdict, *summary.breaks):
+        for sentence in (*counted, summary.verdict, *([summary.plan] if summary.plan else []), *summary.breaks):
             console.print(f"{summary.name}: {sentence}", markup=False, highlight=False, soft_wrap=True)
     write_json({"rollouts": [summary.as_dict() for summary in summaries]}, json_to)
 

@@ -15,7 +15,7 @@ from dualkv.data.gain import PAIRS_A_ROW
 
 FORWARD, BACKWARD, ATTENTION_BACKWARD = 1.0, 2.0, 2.5  # of a row; attention computes five products for two
 PATH_ROW = 0.02  # rows: a pass copies keys and values of each row of its path, and as many rows without queries
-PASS = 64  # rows: kernels of small passes leave a GPU idle
+PASS = 256  # rows: products of few rows leave some of a GPU's multiprocessors idle
 
 
 class RowCosts(NamedTuple):

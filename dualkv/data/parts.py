@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from dualkv.arrays import IntArray, outside_inference_mode, positive
+from dualkv.data.gain import PAIRS_A_BORDER
 from dualkv.data.memory import Memory
 from dualkv.data.trees import PackedSequences
 from dualkv.layout import Layout
@@ -187,13 +188,15 @@ def plan_parts(batch: PackedSequences, budget: int | Memory) -> list[TreePart]:
     if found is None:
         needed = _needed(batch, budget)
         raise ValueError(
-            f"budget is {budget.bytes:,.0f} bytes, expected {needed:,.0f} at least: parts of {SMALLEST} rows take so"
-            " much with the keys and values of their paths"
+            f"budget is {budget.bytes:,.0f} bytes, expected {needed:,.0f} at least: parts of {_least(batch)} rows take"
+            " so much with the keys and values of their paths"
         )
     return found.parts
 
 
-SMALLEST = 16  # rows of the smallest parts that a limit of memory may lead to
+SMALLEST = 16  # rows of the smallest parts that a limit of memory may lead to,
+MOST_TRUNKS = 64  # and so many trunks on the longest path
+TRIED = 4  # numbers of rows that fit, for layers that keep all and for recomputed ones
 
 
 class Fitting(NamedTuple):
@@ -214,15 +217,21 @@ class Fitting(NamedTuple):
 
 def fitting(batch: PackedSequences, memory: Memory) -> Fitting | None:
     """Make the parts that take the least time within the memory; None if none fit."""
-    total = batch.layout.num_tokens
     found: list[Fitting] = []
-    for most in (memory.bytes / memory.row.graph, memory.bytes / memory.row.recomputed):
-        rows = int(min(most, total))
-        while rows >= min(SMALLEST, total):
+    for cost in (memory.row.graph, memory.row.recomputed):
+        rows, left = int(min(memory.bytes / cost, batch.layout.num_tokens)), TRIED
+        while rows >= _least(batch) and left:  # the largest that fit, and some below, which may divide the tree better
             if (made := costed(_Plan(batch, rows).parts, rows, memory)) is not None:
                 found.append(made)
-            rows = rows * 3 // 4
+                left -= 1
+            rows = rows * 4 // 5
     return min(found, key=lambda one: one.time, default=None)
+
+
+def _least(batch: PackedSequences) -> int:
+    """Rows of the smallest parts."""
+    segments = batch.layout._segments
+    return min(segments.total, max(SMALLEST, -(-segments.longest_path // MOST_TRUNKS)))
 
 
 def costed(parts: list[TreePart], rows: int, memory: Memory, keeps_all: bool | None = None) -> Fitting | None:
@@ -233,7 +242,8 @@ def costed(parts: list[TreePart], rows: int, memory: Memory, keeps_all: bool | N
         memory: the limit.
         keeps_all: whether layers keep all; None: chosen for each part.
     """
-    seen = parts[0].batch.layout._segments.position + 1
+    segments = parts[0].batch.layout._segments
+    seen = segments.position + 1 + PAIRS_A_BORDER * segments.depth[segments.segment_of_row]
     chosen, most, time = list[TreePart](), 0.0, 0.0
     for part in parts:
         own, path = len(part.rows), part.path_rows
@@ -254,7 +264,7 @@ def _waiting(parts: list[TreePart], part: TreePart) -> int:
 
 def _needed(batch: PackedSequences, memory: Memory) -> float:
     """Bytes that the smallest parts take."""
-    parts = _Plan(batch, SMALLEST).parts
+    parts = _Plan(batch, _least(batch)).parts
     return max(memory.of_pass(_waiting(parts, p), p.path_rows, len(p.rows), False) for p in parts)
 
 
@@ -274,10 +284,16 @@ class _Plan:
         for segment in range(len(self.children) - 1, -1, -1):
             if self.children[segment]:
                 self.last[segment] = self.last[self.children[segment][-1]]
-        self.visit((), [(0, int(root), 0) for root in self.segments.roots])
+        running = [self._visit((), [(0, int(root), 0) for root in self.segments.roots])]
+        while running:  # in place of recursion, because paths may have many trunks
+            below = next(running[-1], None)
+            if below is None:
+                running.pop()
+            else:
+                running.append(below)
 
-    def visit(self, path: tuple[tuple[int, int], ...], hanging: list[Hanging]) -> None:
-        """Makes the parts of all subtrees that hang on a path."""
+    def _visit(self, path: tuple[tuple[int, int], ...], hanging: list[Hanging]) -> Iterator[Any]:
+        """Make the parts of all subtrees that hang on a path; yields the visit of each trunk's."""
         while hanging:
             small = [h for h in hanging if self.size[h[1]] - h[2] <= self.budget]
             for some in self._together(small):
@@ -288,7 +304,7 @@ class _Plan:
                 trunk, below = self._trunk(*one)
                 if rows := sum(end - begin for _, begin, end in trunk):
                     self._add(above, [one], trunk, True)
-                    self.visit((*above, (len(self.parts) - 1, rows)), [h for h in below if h[0] > one[0]])
+                    yield self._visit((*above, (len(self.parts) - 1, rows)), [h for h in below if h[0] > one[0]])
                 hanging += [h for h in below if h[0] == one[0]]  # behind empty segments: on the path, not the trunk
 
     def _together(self, hanging: list[Hanging]) -> Iterator[list[Hanging]]:

@@ -324,7 +324,7 @@ def pack_sequences(
         TypeError: tokens that are not integers.
     """
     check_label_style(labels)
-    host, shared, origin, frame = _read(sequences, min_shared, attention_mask, cu_seqlens, position_ids)
+    host, shared, origin, frame = read_shared(sequences, min_shared, attention_mask, cu_seqlens, position_ids)
     shared = shared.at_least(min_shared)
     tree = (shared.one_label_a_row() if labels == "roll" else shared).tree()
     batch = pack_tree(tree, host, loss_masks, labels, origin if device is None else device, frame)
@@ -333,7 +333,7 @@ def pack_sequences(
     return batch
 
 
-def _read(
+def read_shared(
     sequences: Sequence[TokenIds] | torch.Tensor,
     min_shared: int,
     attention_mask: torch.Tensor | None,
@@ -434,7 +434,7 @@ def plan_sequences(
     """
     budget, min_count = positive("budget", budget), positive("min_count", min_count)
     check_bool("soft", soft)
-    _, shared, *_ = _read(sequences, min_shared, attention_mask, cu_seqlens, position_ids)
+    _, shared, *_ = read_shared(sequences, min_shared, attention_mask, cu_seqlens, position_ids)
     open_runs = shared.at_least(min_shared).runs(budget, min_count, soft=soft)
     runs: list[list[int]] = []
     while open_runs:
