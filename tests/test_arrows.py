@@ -44,6 +44,7 @@ ROWS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("dualkv/integrations/experts.py",): ("dualkv/integrations/transformers/",),
     ("dualkv/integrations/swift.py",): ("dualkv/integrations/transformers/",),
     ("dualkv/integrations/openrlhf/",): ("dualkv/integrations/transformers/",),
+    ("dualkv/integrations/skyrl/",): ("dualkv/integrations/transformers/",),
     ("dualkv/integrations/trl/",): ("dualkv/integrations/transformers/",),
     ("dualkv/integrations/verl/",): ("dualkv/integrations/transformers/", "dualkv/integrations/megatron/"),
     ("dualkv/bench/",): ("dualkv/__init__.py",),
@@ -51,7 +52,13 @@ ROWS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("dualkv/cli/", "dualkv/__main__.py"): ("dualkv/bench/", "dualkv/demo/"),
     ("tools/",): ("dualkv/cli/", "dualkv/integrations/trl/", "dualkv/integrations/verl/"),
     ("deploy/",): ("dualkv/__init__.py",),
-    ("tests/",): ("tools/", "dualkv/integrations/swift.py", "dualkv/integrations/openrlhf/", "cute_kernels/"),
+    ("tests/",): (
+        "tools/",
+        "dualkv/integrations/swift.py",
+        "dualkv/integrations/openrlhf/",
+        "dualkv/integrations/skyrl/",
+        "cute_kernels/",
+    ),
 }
 FOLDERS = sorted({place.split("/")[0] for row in ROWS for place in row})
 

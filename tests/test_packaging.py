@@ -70,6 +70,7 @@ def test_metadata(distributions):
         "compile",
         "transformers",
         "openrlhf",
+        "skyrl",
         "swift",
         "trl",
         "megatron",
