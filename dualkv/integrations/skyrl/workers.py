@@ -20,7 +20,7 @@ from dualkv.integrations.skyrl.models import COUNTED, INSTEAD, REPLAY, PackedMod
 
 
 class _Packed(worker.Worker):
-    """What packed workers of all roles do in another way than SkyRL's."""
+    """The methods of SkyRL's workers that packed ones of every role replace."""
 
     def __init__(self, **kwargs: Any) -> None:
         refuse(kwargs["cfg"])
@@ -51,7 +51,7 @@ class _Packed(worker.Worker):
 
 
 class _Trained(_Packed):
-    """What packed workers that train do in another way than SkyRL's."""
+    """The methods of SkyRL's workers that packed ones in training replace."""
 
     def forward_backward(self, data: Any, **kwargs: Any) -> Any:
         counted = getattr(self.model, COUNTED)

@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from skyrl.backends.skyrl_train.patches.gptoss.patch_transformers import patch_GptOssAttention
 from skyrl.backends.skyrl_train.workers.model_wrapper import HFModelWrapper
 from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
 from torch import nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 
 from dualkv.integrations.skyrl import PackedModel
 from tests.integrations.skyrl.runs import rollouts, save
-from tests.integrations.tiny import SIZES, make_model
+from tests.integrations.tiny import SIZES, make_featured, make_model
 
 LORA = {"lora_rank": 4, "target_modules": "all-linear", "lora_init_method": "gaussian"}
 
@@ -113,6 +115,15 @@ def test_a_vision_language_model(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"Qwen2_5_VLForConditionalGeneration got images.* SkyRL"):
         found = ours(sequences, width, attention, **images)
     torch.testing.assert_close(found, theirs(sequences, width, attention, **images))
+
+
+def test_gpt_oss_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SkyRL gives it an attention of its own, which no layer of transformers' registry asks for."""
+    monkeypatch.setattr(GptOssAttention, "forward", GptOssAttention.forward)  # undone behind this test
+    model = make_featured("gpt_oss", 16)
+    patch_GptOssAttention()
+    with pytest.raises(ValueError, match="GptOssForCausalLM has no causal attention layer"):
+        PackedModel(model)
 
 
 def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
