@@ -58,7 +58,8 @@ class PackedAnswers(Base):
         refuse_memory(fast, memory)
         bases = type(self).__mro__
         theirs = bases[bases.index(PackedAnswers) + 1]
-        probe.refuse_replaced(theirs, PackedAnswers, self._replaced, "_is_vision_dataset _metrics accelerator")
+        reads = "_is_vision_dataset _metrics accelerator" + " ref_model" * bool(self._replaced)
+        probe.refuse_replaced(theirs, PackedAnswers, self._replaced, reads)
         refuse_model(model)
         self._fast, self._memory = fast, memory
         super().__init__(model, *args, **kwargs)

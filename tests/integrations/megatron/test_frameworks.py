@@ -176,6 +176,26 @@ def bridge(model: GPTModel, data: Rollouts, packed: bool) -> list[torch.Tensor]:
     return of_responses(-losses, data, 1)
 
 
+def bridge_thd(model: GPTModel, data: Rollouts, packed: bool) -> list[torch.Tensor]:
+    """Compute the same of one row [1, T] of all sequences, each padded to a multiple of 8, with their `cu_seqlens`."""
+    if not packed:
+        return bridge(model, data, packed)
+    gaps = [-len(t) % 8 for t in data.tokens]
+    row = torch.cat([torch.nn.functional.pad(t, (0, n), value=PAD) for t, n in zip(data.tokens, gaps, strict=True)])
+    masks = [_at(mask, t, len(t) - 1) for mask, t in zip(data.loss_masks, data.tokens, strict=True)]
+    loss_mask = torch.cat([torch.nn.functional.pad(m, (0, n)) for m, n in zip(masks, gaps, strict=True)])[None]
+    ends = torch.tensor([0, *(len(t) + n for t, n in zip(data.tokens, gaps, strict=True))]).cumsum(0)
+    batch = dualkv.pack_sequences(row[None], loss_mask[:, :-1], cu_seqlens=ends, labels="roll")
+    groups, labels = PackedGroups(batch), batch.labels.clamp(min=0)
+    losses = model(batch.input_ids, batch.position_ids, None, labels=labels, packed_seq_params=groups)
+    losses = batch.unpack(losses[0, batch.predict_rows], like=loss_mask[:, :-1])[0]
+    begins = ends.tolist()
+    return [
+        -losses[begin + len(t) - 1 - len(m) : begin + len(t) - 1]
+        for begin, t, m in zip(begins, data.tokens, data.loss_masks, strict=False)
+    ]
+
+
 def _at(mask: torch.Tensor, tokens: torch.Tensor, end: int) -> torch.Tensor:
     """A response's mask among the columns of its sequence, where the response ends before column `end`."""
     whole = torch.zeros(len(tokens), dtype=mask.dtype)
@@ -211,9 +231,10 @@ def nemo(model: GPTModel, data: Rollouts, packed: bool) -> list[torch.Tensor]:
         (of_slime, slime),
         (lambda packed: of_slime(packed, experts=True), slime),
         (of_bridge, bridge),
+        (of_bridge, bridge_thd),
         (of_nemo, nemo),
     ],
-    ids=["slime", "slime, experts", "Megatron-Bridge", "NeMo-RL"],
+    ids=["slime", "slime, experts", "Megatron-Bridge", "Megatron-Bridge, thd", "NeMo-RL"],
 )
 def test_packed_rows_of_a_framework(build: Callable[[bool], GPTModel], run: Callable[..., list[torch.Tensor]]) -> None:
     cpu.parallel()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import trl
 from datasets import Dataset
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     BitsAndBytesConfig,
     PreTrainedTokenizerFast,
@@ -69,22 +67,6 @@ def in_fp32(trainer: Any) -> Any:
             if weight.requires_grad:
                 weight.data = weight.data.float()
     return trainer
-
-
-def gradients_asked(run: Callable[[], Any]) -> set[str]:
-    """The inputs of attention whose gradients its backwards compute while `run` runs."""
-    found = set()
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.dualkv.bwd.default:
-                names = [argument.name for argument in func._schema.arguments]
-                found.add(dict(zip(names, args, strict=False)).get("gradients", "qkv"))  # defaults are left out
-            return func(*args, **(kwargs or {}))
-
-    with Watch():
-        run()
-    return found
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

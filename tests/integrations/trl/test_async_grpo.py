@@ -20,9 +20,9 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from dualkv.integrations.transformers import disable
 from dualkv.integrations.trl import probe
 from dualkv.integrations.trl.async_grpo import AsyncGRPOTrainer
-from tests.integrations.tiny import VOCAB, make_featured, make_model
+from tests.integrations.tiny import VOCAB, gradients_asked, make_featured, make_model
 from tests.integrations.transformers.test_recurrent import make as make_recurrent
-from tests.integrations.trl.runs import NF4, SETTINGS, gradients_asked, in_fp32, of_images, tokenizer
+from tests.integrations.trl.runs import NF4, SETTINGS, in_fp32, of_images, tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # TRL's own calls
 

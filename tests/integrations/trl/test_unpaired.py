@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers.trainer
 import trl
 from datasets import Dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -19,8 +20,8 @@ from trl.trainer.utils import add_fused_lm_head
 from dualkv.integrations.transformers import enable
 from dualkv.integrations.trl import KTOTrainer, SFTTrainer, group_by_prompt
 from dualkv.integrations.trl.answers import pack_head
-from tests.integrations.tiny import assert_close, make_model
-from tests.integrations.trl.runs import NF4, PROMPTS, gradients_asked, in_fp32, tokenizer
+from tests.integrations.tiny import assert_close, gradients_asked, make_model
+from tests.integrations.trl.runs import NF4, PROMPTS, in_fp32, tokenizer
 from tests.integrations.trl.test_answers import ANSWERS, COMMON, LORA, assert_same, named
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # TRL's own calls
@@ -119,6 +120,35 @@ def test_sft(tmp_path: Path, name: str) -> None:
     logs = assert_same(partial(make, folder=tmp_path, dataset=dataset, **settings), SFTTrainer, trl.SFTTrainer)
     if "packing" not in settings:
         assert logs["dualkv/dedup_ratio"] > 1.2
+
+
+@pytest.mark.filterwarnings("ignore:.use_liger_kernel=True. is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("dataset", "ours", "theirs"),
+    [(LABELLED, KTOTrainer, trl.KTOTrainer), (DATA, SFTTrainer, trl.SFTTrainer)],
+    ids=["kto", "sft"],
+)
+def test_kernels_of_liger_in_layers(
+    dataset: Any, ours: type, theirs: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL leaves Liger's head out. It comes when training begins, to models that are packed already."""
+    changed = []
+
+    def apply(model: Any, config: dict[str, bool]) -> None:
+        assert config == {"fused_linear_cross_entropy": False}
+        for module in model.modules():
+            if type(module).__name__ == "Qwen3RMSNorm":
+                module.forward = partial(torch.nn.functional.rms_norm, weight=module.weight, eps=1e-6,
+                                         normalized_shape=module.weight.shape)  # fmt: skip
+                changed.append(module)
+
+    monkeypatch.setattr(transformers.trainer, "apply_liger_kernel", apply)
+    dataset, ours, theirs = {"kto": (LABELLED, KTOTrainer, trl.KTOTrainer), "sft": (DATA, SFTTrainer, trl.SFTTrainer)}[
+        of
+    ]
+    logs = assert_same(partial(make, folder=tmp_path, dataset=dataset, use_liger_kernel=True), ours, theirs)
+    assert len(changed) == 2 * 9
+    assert logs["dualkv/dedup_ratio"] > 1.2
 
 
 def test_adapters_ask_for_their_gradients(tmp_path: Path) -> None:
