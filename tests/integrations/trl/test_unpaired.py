@@ -143,9 +143,6 @@ def test_kernels_of_liger_in_layers(
                 changed.append(module)
 
     monkeypatch.setattr(transformers.trainer, "apply_liger_kernel", apply)
-    dataset, ours, theirs = {"kto": (LABELLED, KTOTrainer, trl.KTOTrainer), "sft": (DATA, SFTTrainer, trl.SFTTrainer)}[
-        of
-    ]
     logs = assert_same(partial(make, folder=tmp_path, dataset=dataset, use_liger_kernel=True), ours, theirs)
     assert len(changed) == 2 * 9
     assert logs["dualkv/dedup_ratio"] > 1.2
