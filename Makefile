@@ -70,6 +70,8 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(MAKE) --no-print-directory --jobs 2 lint pytest
 
+# A process for each core, and tensors are small: more threads would only wait for each other.
+pytest: export OMP_NUM_THREADS ?= 1
 pytest: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 

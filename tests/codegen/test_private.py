@@ -113,7 +113,7 @@ def test_a_driver_of_cuda_12_gets_its_flavour(private, monkeypatch):
 
 
 def test_a_failed_download_is_one_sentence_and_leaves_nothing(private, monkeypatch, tmp_path, capfd):
-    """What the installer reports is shown."""
+    """The installer's reports are shown."""
     monkeypatch.setenv("PIP_FAILS", "1")
     with pytest.raises(
         KernelError, match=r"the private toolchain cannot be installed, .* failed: .*ERROR: No matching"
