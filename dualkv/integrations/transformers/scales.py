@@ -26,7 +26,8 @@ def say(decoder: nn.Module) -> None:
 
 
 def _is_narrow(module: nn.Module) -> bool:
-    return type(module).__module__.startswith(PACKAGES) and "Linear" in type(module).__name__
+    name = type(module).__name__
+    return type(module).__module__.startswith(PACKAGES) and ("Linear" in name or "MLP" in name)
 
 
 def _by_row(module: nn.Module) -> bool:

@@ -31,8 +31,11 @@ def group_by_prompt(dataset: Any, batch_size: int, seed: int = 0) -> Any:
 
     Raises:
         ValueError: a dataset without a column "prompt", a batch size below 1.
+        TypeError: another dataset, such as one that is read as a stream.
     """
     positive("batch_size", batch_size)
+    if not hasattr(dataset, "select"):
+        raise TypeError(f"dataset is a {type(dataset).__name__}, expected a datasets.Dataset")
     if "prompt" not in dataset.column_names:
         raise ValueError(f"dataset has columns {', '.join(dataset.column_names)}, expected one called prompt")
     numbers: dict[str, int] = {}

@@ -40,7 +40,7 @@ def put(model: Any, name: str, package: str, granularity: str | None = None) -> 
     [
         (("Float8Linear", "torchao.float8.float8_linear", "AXISWISE"), scales.OF_ROWS),
         (("Float8Linear", "torchao.float8.float8_linear", "TENSORWISE"), scales.OF_CALLS),
-        (("Linear", "transformer_engine.pytorch.module.linear", None), scales.OF_CALLS),
+        (("LayerNormMLP", "transformer_engine.pytorch.module.layernorm_mlp", None), scales.OF_CALLS),
     ],
 )
 @pytest.mark.parametrize("later", [False, True])

@@ -21,7 +21,7 @@ from dualkv.integrations.trl import DPOTrainer, RewardTrainer
 from dualkv.integrations.trl.online_dpo import OnlineDPOTrainer
 from tests.integrations.tiny import SIZES, VOCAB, assert_close, make_model
 from tests.integrations.transformers.test_fast import Memory
-from tests.integrations.trl.runs import PROMPTS, SETTINGS, reward, tokenizer
+from tests.integrations.trl.runs import NF4, PROMPTS, SETTINGS, in_fp32, reward, tokenizer
 from tests.integrations.trl.test_trainer import OF_THE_CLOCK
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # TRL's own calls
@@ -79,9 +79,10 @@ def dpo(cls: type, folder: Path, model: str = "qwen3", peft: Any = None, dataset
         make_model(model).save_pretrained(path)
     pairs = Dataset.from_dict(dataset)
     args = trl.DPOConfig(output_dir=str(folder / "out"), **COMMON | {"per_device_train_batch_size": 4} | settings)
-    return cls(
+    trainer = cls(
         str(path), args=args, train_dataset=pairs, eval_dataset=pairs, processing_class=tokenizer(), peft_config=peft
     )
+    return in_fp32(trainer)
 
 
 def named(given: Any) -> str:
@@ -99,6 +100,7 @@ def named(given: Any) -> str:
         {"precompute_ref_log_probs": True},
         {"model": "qwen3_moe", "router_aux_loss_coef": 0.5},
         {"peft": LORA},
+        {"peft": LORA, "model_init_kwargs": NF4},
     ],
     ids=named,
 )
