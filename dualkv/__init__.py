@@ -17,7 +17,7 @@ if TYPE_CHECKING or not IS_THE_COMMAND:  # the command line refuses a bad file b
     from dualkv.logprobs import response_logprobs
     from dualkv.ops.attention import attention
     from dualkv.row_costs import measure_rows
-    from dualkv.walks import walk, walk_passes, walk_whole
+    from dualkv.walks import walk, walk_passes, walk_values, walk_whole
 
 if TYPE_CHECKING:  # what __getattr__ brings
     from dualkv import grpo, integrations
@@ -51,6 +51,7 @@ __all__ = [
     "response_logprobs",
     "walk",
     "walk_passes",
+    "walk_values",
     "walk_whole",
 ]
 
@@ -76,6 +77,7 @@ _MODULES = {
     "measure_rows": "row_costs",
     "walk": "walks",
     "walk_passes": "walks",
+    "walk_values": "walks",
     "walk_whole": "walks",
     "packed_vs_separate": "canary",
     "observe": "observer",

@@ -308,6 +308,11 @@ class Branch(PackedRows):
             for kept in self._kept.values():
                 kept.drop_tensors()
 
+    def end(self) -> None:
+        """End the forward of the present pass: layers that come from now on are recomputed."""
+        self._done = True
+        self.at_end.close()
+
     def attention(
         self,
         q: torch.Tensor,

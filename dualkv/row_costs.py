@@ -60,8 +60,8 @@ def measure_rows(
         branch.keeps_all = keeps_all
         branch.begin(has_graph=True)
         with torch.enable_grad(), Peak(input_ids.device) as peak:
-            with branch.at_end:
-                hidden = forward(last.input_ids, branch)
+            hidden = forward(last.input_ids, branch)
+            branch.end()
             branch.backward(hidden.sum(), inputs=[branch.anchor])
         return peak.bytes, sum(trunk.kept_bytes for trunk in trunks)
 

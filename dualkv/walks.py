@@ -20,7 +20,7 @@ in one recomputed pass. The sums are those of the whole tree, in another order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal, Self
 
 import torch
@@ -84,7 +84,7 @@ class Pass:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.branch.at_end.close()
+        self.branch.end()
         self._running.close()
 
     def backward(self, loss: torch.Tensor | None = None) -> None:
@@ -120,22 +120,28 @@ class _Random:
         self.training = training
         self._states: dict[int, list[torch.Tensor]] = {}
 
-    def of(self, part: TreePart) -> ExitStack:
+    def of(self, part: TreePart) -> AbstractContextManager[None]:
         """Make the context of a pass."""
-        stack, device = ExitStack(), part.device
-        on_cuda = device.type == "cuda"
         if not (self.training and part.is_trunk):
-            return stack
+            return nullcontext()
         if part.index not in self._states:
-            on_device = [torch.cuda.get_rng_state(device)] if on_cuda else []
-            self._states[part.index] = [torch.get_rng_state(), *on_device]
-            return stack
-        host, *on_device = self._states.pop(part.index)
-        stack.enter_context(torch.random.fork_rng([device] if on_cuda else []))
-        torch.set_rng_state(host)
-        for state in on_device:
+            self._states[part.index] = _random_states(part.device)
+            return nullcontext()
+        return _drawing_again(self._states.pop(part.index), part.device)
+
+
+def _random_states(device: torch.device) -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+@contextmanager
+def _drawing_again(states: list[torch.Tensor], device: torch.device) -> Iterator[None]:
+    """Draw the random numbers that came from these states on; those after the context do not depend on it."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.set_rng_state(states[0])
+        for state in states[1:]:
             torch.cuda.set_rng_state(state, device)
-        return stack
+        yield
 
 
 def _parts(batch: PackedSequences, budget: Budget) -> Sequence[TreePart]:
@@ -244,6 +250,116 @@ def walk(
     return torch.stack(total).sum() if total else torch.zeros((), device=batch.device)
 
 
+def walk_values(
+    batch: PackedSequences,
+    budget: Budget,
+    forward: Callable[[torch.Tensor, Branch], Any],
+    values: Callable[[Any, TreePart], torch.Tensor],
+    *,
+    gradients: torch.dtype = torch.float32,
+    on_host: bool = False,
+) -> torch.Tensor:
+    """Values of all tokens, log-probs for example, whose backward is a walk: for losses that need whole sequences,
+    pairs or groups, and for trainers that call `backward` themselves.
+
+        logp = walk_values(batch, budget, forward, values)
+        loss_of(logp).backward()
+
+    A first walk computes the values without a graph. When their gradients arrive, a second walk carries them into the
+    model, with the random numbers and the autocast of the first one. This is exact for any differentiable loss. It
+    costs one more forward of all rows, unless the batch fits into one part. Parameters must not change in between.
+
+    Args:
+        batch, budget, gradients, on_host: as for :func:`walk`.
+        forward: of a part, as for :func:`walk`; what it returns is handed to `values`.
+        values: of a part: (what `forward` returned, part) -> [n] or [n, K], values of `part.places`, such as
+            `part.expand(logp)`.
+
+    Returns:
+        [N] or [N, K], the values of all tokens, in the order of `torch.cat(batch.unpack(...))`.
+
+    Raises:
+        ValueError, TypeError: as :func:`walk`; values of another form, and a batch that counts no token.
+    """
+    parts = _parts(batch, budget)
+    _check_functions(forward=(forward, "(input_ids, branch)"), values=(values, "(what forward returned, part)"))
+    keeping, training = Keeping(gradients, on_host), torch.is_grad_enabled()
+    if not batch._mask.any():
+        raise ValueError("batch counts no token of any sequence, expected at least one: there are no values")
+
+    def checked(one: Pass) -> torch.Tensor:
+        own = values(forward(one.input_ids, one.branch), one.part)
+        check_used(one.part.seen, "forward returned values", "dualkv=branch")
+        if not isinstance(own, torch.Tensor):
+            raise TypeError(f"values returned a {type(own).__name__}, expected a tensor, [n] or [n, K]")
+        if own.dim() not in (1, 2) or len(own) != len(one.part.places):
+            raise ValueError(
+                f"values returned a tensor of shape {tuple(own.shape)}, expected {len(one.part.places)} values or rows,"
+                " one for each of part.places"
+            )
+        if one.has_graph and not own.requires_grad:
+            raise ValueError("values returned a tensor without a gradient in a walk that has gradients")
+        return own
+
+    def compute() -> torch.Tensor:
+        """Run the walk without a graph."""
+        places, found = list[torch.Tensor](), list[torch.Tensor]()
+        for one in walk_passes(batch, parts, keeping):
+            with one:
+                if one.has_loss:
+                    found.append(checked(one))
+                    places.append(one.part.places)
+                else:
+                    forward(one.input_ids, one.branch)
+            one.backward()
+        return torch.cat(found)[torch.cat(places).argsort()]
+
+    def carry(of_values: torch.Tensor) -> None:
+        """Run the walk with graphs, from the gradients of the values."""
+        for one in walk_passes(batch, parts, keeping):
+            loss = None
+            with one:
+                if one.has_loss:
+                    loss = (checked(one) * of_values[one.part.places]).sum()
+                else:
+                    forward(one.input_ids, one.branch)
+            one.backward(loss)
+
+    if not training:
+        return compute()
+    if len(parts) == 1:
+        one = next(walk_passes(batch, parts, keeping))
+        with one:
+            own = checked(one)
+        batch.layout._segments.use.seen |= one.part.seen._segments.use.seen
+        return own[one.part.places.argsort()]
+    anchor = torch.zeros((), device=batch.device, requires_grad=True)
+    found: torch.Tensor = _Carried.apply(anchor, compute, carry)
+    return found
+
+
+class _Carried(torch.autograd.Function):
+    """Values that a function computes without a graph, and whose gradients another function takes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, compute: Callable[[], torch.Tensor], carry: Callable[[torch.Tensor], None]
+    ) -> torch.Tensor:
+        ctx.carry, ctx.device = carry, anchor.device
+        kind = anchor.device.type
+        ctx.autocast = {
+            "device_type": kind, "dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)
+        }  # fmt: skip
+        ctx.random = _random_states(anchor.device)
+        return compute()
+
+    @staticmethod
+    def backward(ctx: Any, of_values: torch.Tensor) -> Any:
+        with torch.enable_grad(), torch.autocast(**ctx.autocast), _drawing_again(ctx.random, ctx.device):
+            ctx.carry(of_values)
+        return None, None, None
+
+
 def walk_whole(
     batch: PackedSequences,
     budget: Budget,
@@ -256,61 +372,23 @@ def walk_whole(
 ) -> torch.Tensor:
     """:func:`walk` for a loss that needs whole sequences, pairs or groups: GSPO, means over a sequence, DPO.
 
-    A first walk without gradients computes the values of all tokens, and the loss of these has a gradient for each of
-    them. A second walk carries these gradients into the model, which is exact for any differentiable loss. It costs one
-    more forward of all rows, unless the batch fits into one part.
-
     Args:
-        batch, budget, forward, gradients, on_host: as for :func:`walk`.
-        values: of a part: (hidden states, part) -> [n] or [n, K], values of `part.places`, such as
-            `part.expand(logp)`. It must compute the same values both times.
-        loss: the values [N] or [N, K] of all tokens, in the order of `torch.cat(batch.unpack(...))` -> one number.
+        batch, budget, forward, values, gradients, on_host: as for :func:`walk_values`, which says what it costs.
+        loss: the values of all tokens -> one number.
 
     Returns:
         The loss, without gradient.
 
     Raises:
-        ValueError, TypeError: as :func:`walk`; values of another form.
+        ValueError, TypeError: as :func:`walk_values`; a loss that is not one number, or has no gradient where the walk
+            has them.
     """
-    parts = _parts(batch, budget)
-    _check_functions(
-        forward=(forward, "(input_ids, branch)"), values=(values, "(hidden states, part)"), loss=(loss, "the values")
-    )
-    settings: dict[str, Any] = {"gradients": gradients, "on_host": on_host}
-    training, every = torch.is_grad_enabled(), torch.empty(0)
-
-    def place(hidden: torch.Tensor, part: TreePart) -> torch.Tensor:
-        nonlocal every
-        own = values(hidden, part)
-        if not isinstance(own, torch.Tensor):
-            raise TypeError(f"values returned a {type(own).__name__}, expected a tensor, [n] or [n, K]")
-        if own.dim() not in (1, 2) or len(own) != len(part.places):
-            raise ValueError(
-                f"values returned a tensor of shape {tuple(own.shape)}, expected {len(part.places)} values or rows, one"
-                " for each of part.places"
-            )
-        if not every.numel():
-            every = own.new_zeros((int(batch._mask.sum()), *own.shape[1:]))
-        every[part.places] = own.detach()
-        return own
-
-    def in_one_part(hidden: torch.Tensor, part: TreePart) -> torch.Tensor:
-        return loss(place(hidden, part)[torch.argsort(part.places)])
-
-    if len(parts) == 1:
-        return walk(batch, parts, forward, in_one_part, **settings)
-    devices = [batch.device] if batch.device.type == "cuda" else []
-    with torch.no_grad(), torch.random.fork_rng(devices, enabled=training):  # both walks draw the same numbers
-        walk(batch, parts, forward, lambda hidden, part: place(hidden, part).sum(), **settings)
-    every.requires_grad_(training)
-    value = loss(every)
+    _check_functions(loss=(loss, "the values"))
+    value = loss(walk_values(batch, budget, forward, values, gradients=gradients, on_host=on_host))
+    training = torch.is_grad_enabled()
     _check_loss(value, training)
     if training:
-        (of_values,) = torch.autograd.grad(value, every)
-        walk(
-            batch, parts, forward, lambda hidden, part: (values(hidden, part) * of_values[part.places]).sum(),
-            **settings,
-        )  # fmt: skip
+        value.backward()
     return value.detach().reshape(())
 
 

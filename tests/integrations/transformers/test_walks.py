@@ -247,6 +247,47 @@ def test_losses_of_whole_sequences(budget):
         dualkv.walk_whole(batch, budget, forward_of(other), lambda hidden, part: hidden.sum(), gspo)
 
 
+@pytest.mark.parametrize("budget", [3, 100])
+def test_values_whose_backward_is_a_walk(budget):
+    """Their backward comes later, and draws and rounds as their forward did."""
+    batch = packed()
+    weights = weights_of(batch, torch.float64)
+    torch.manual_seed(0)
+    embedding = torch.randn(64, 1, 8, dtype=torch.float64, requires_grad=True)
+    mixed = []
+
+    def forward(ids, branch):
+        mixed.append(torch.is_autocast_enabled("cpu"))
+        x = torch.nn.functional.dropout(embedding[ids[0]], 0.5)
+        return branch.attention(x, x, x, layer=0)[:, 0]
+
+    def values(out, part):
+        return part.expand(torch.stack([out[part.predict_rows].sum(-1), out[part.predict_rows, 0]], 1))
+
+    def loss():
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = dualkv.walk_values(batch, budget, forward, values)
+        assert found.shape == (len(weights), 2)
+        return (found[:, 0] * weights).sum().sin() + found[:, 1].exp().mean()
+
+    value = loss()
+    state = torch.get_rng_state()
+    value.backward()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(mixed)
+    step = torch.randn_like(embedding)
+    with torch.no_grad():
+        slope = float((embedding.grad * step).sum())
+        embedding += 1e-6 * step
+        more = loss()
+        embedding -= 2e-6 * step
+        less = loss()
+    assert float(more - less) / 2e-6 == pytest.approx(slope, rel=1e-5)
+    with pytest.raises(ValueError, match="batch counts no token"):
+        dualkv.walk_values(dualkv.pack_sequences([[1, 2]], [[0, 0]]), budget, forward, values)
+
+
 # ---------------------------------------------------------------- updates
 @pytest.mark.parametrize("family", [*DENSE, *test_recurrent.there("qwen3_5_text", "nemotron_h", "minimax")])
 def test_updates_are_those_of_separate_sequences(family):
