@@ -18,9 +18,12 @@ from trl.extras.profiling import profiling_decorator
 from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 
 from dualkv.arrays import positive
+from dualkv.branches import Branch
 from dualkv.canary import packed_vs_separate
 from dualkv.data.media import OF_TOKENS, grouped
+from dualkv.data.memory import Memory
 from dualkv.data.packing import PackedBatch
+from dualkv.data.parts import TreePart
 from dualkv.data.trees import PackedSequences
 from dualkv.integrations import losses
 from dualkv.integrations.metrics import count_rows
@@ -41,6 +44,7 @@ from dualkv.integrations.trl.common import (
     rows_of_tokens,
     tokens_of_rows,
 )
+from dualkv.walks import walk_values
 
 Base: Any = object  # stands for the trainer that follows the mixin
 
@@ -93,12 +97,17 @@ class PackedGroups(Base):
         memory: with `fast`, that limit in GiB, as for :func:`dualkv.integrations.transformers.recompute_layers`; by
             default 0.9 of the GPU's memory.
         canary: optimizer steps from one canary to the next, the first one in the first step; none by default.
+        walk: a budget of rows, or a :class:`dualkv.Memory`, for micro-batches that do not fit into memory in one pass:
+            the packed row runs in parts (:func:`dualkv.walk_values`), with whole groups and their losses. None: in one
+            pass. One process, models of text.
 
     Raises:
         ValueError: by the constructor for a model that :func:`dualkv.integrations.transformers.enable` refuses, a
             vision-language model whose images do not run packed, PEFT adapters that `enable` refuses,
-            `neftune_noise_alpha`, a `canary` below 1, or a `memory` that is not positive, without `fast`, off a GPU or
-            beside other ranks; in training for images in completions, and inputs other than text and images.
+            `neftune_noise_alpha`, a `canary` below 1, a `memory` that is not positive, without `fast`, off a GPU or
+            beside other ranks, or a `walk` below 1, with `fast`, `canary`, images, the load balancing loss or other
+            ranks; in training for images in completions, and inputs other than text and images.
+        TypeError: a `walk` of another type.
     """
 
     _buffered_inputs: Any  # micro-batches of a generation batch, or None
@@ -110,10 +119,12 @@ class PackedGroups(Base):
         fast: bool = False,
         memory: float | None = None,
         canary: int | None = None,
+        walk: int | Memory | None = None,
         **kwargs: Any,
     ) -> None:
         refuse_memory(fast, memory)
         self._canary = None if canary is None else positive("canary", canary)
+        self._walk = walk if walk is None or isinstance(walk, Memory) else positive("walk", walk)
         self._canary_step = -1  # the last step that had one
         bases = type(self).__mro__
         theirs = bases[bases.index(PackedGroups) + 1]
@@ -127,6 +138,8 @@ class PackedGroups(Base):
                 " to run packed: use TRL's own trainer"
             )
         refuse_trainer(self)
+        if walk is not None:
+            _refuse_walk(self, fast=fast, canary=canary)
         enable_all(self, fast, memory)
         losses.warn_of_trl(self)
 
@@ -171,6 +184,8 @@ class PackedGroups(Base):
         batch = pack_rollouts(ids[:, :at], mask[:, :at], ids[:, at:], response_mask, of_prompts or None)
         rows = rows_of_tokens(batch)
         count_rows(self, batch, ids)
+        if self._walk is not None and response_mask.any():
+            return self._walked(model, batch, response_mask, self._walk)
         with self.accelerator.autocast():
             outputs, aux_loss = call(model, self.accelerator.unwrap_model(model), batch, with_aux_loss)
             self._compare(model, batch, outputs.log_probs)
@@ -180,6 +195,26 @@ class PackedGroups(Base):
             None if outputs.entropy is None else at_tokens(outputs.entropy, rows, response_mask),
             aux_loss,
         )
+
+    def _walked(
+        self, model: Any, batch: PackedBatch | PackedSequences, response_mask: torch.Tensor, budget: int | Memory
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        """One micro-batch as a walk: log-probs and entropies [B, R], whose backward is a walk too."""
+        tree = PackedSequences.from_batch(batch) if isinstance(batch, PackedBatch) else batch
+
+        def forward(input_ids: torch.Tensor, branch: Branch) -> Any:
+            labels = tree.labels[:, branch.rows.to(tree.device)]
+            return model(input_ids=input_ids, shift_labels=labels, dualkv=branch, fused_lm_head=True)
+
+        def values(outputs: Any, part: TreePart) -> torch.Tensor:
+            found = [x for x in (outputs.log_probs, outputs.entropy) if x is not None]
+            return part.expand(torch.stack([x[0][part.predict_rows] for x in found], 1))
+
+        with self.accelerator.autocast():
+            found = walk_values(tree, budget, forward, values)
+        places = torch.arange(len(found), device=found.device)
+        log_probs, *entropies = (at_tokens(x[None], places, response_mask) for x in found.unbind(1))
+        return log_probs, (entropies[0] if entropies else None), None
 
     def _compare(self, model: Any, batch: PackedBatch | PackedSequences, log_probs: torch.Tensor) -> None:
         """Run the canary, if this is the first micro-batch of a step that has one; `log_probs` [1, T] belong to
@@ -262,6 +297,23 @@ class GRPOTrainer(PackedGroups, trl.GRPOTrainer):
 
 class RLOOTrainer(PackedGroups, trl.RLOOTrainer):
     """`trl.RLOOTrainer` that computes once what rollouts of a micro-batch share, see :class:`PackedGroups`."""
+
+
+def _refuse_walk(trainer: Any, **others: Any) -> None:
+    """Raises ValueError for a trainer whose micro-batches cannot be walked."""
+    given = {name: value for name, value in others.items() if value}
+    if getattr(trainer, "aux_loss_enabled", False):
+        given["router_aux_loss_coef"] = trainer.router_aux_loss_coef
+    if trainer._is_vlm:
+        given["processing_class"] = "multimodal"
+    if trainer.accelerator.num_processes > 1:
+        given["number of processes"] = trainer.accelerator.num_processes
+    if given:
+        said = " and ".join(f"{name} {value}" for name, value in given.items())
+        raise ValueError(
+            f"walk is given together with {said}, expected a model of text in one process, without fast, canary or the"
+            " load balancing loss (router_aux_loss_coef=0)"
+        )
 
 
 def _media(given: Batch, rollouts: int, width: int) -> list[Batch]:

@@ -249,7 +249,7 @@ def test_losses_of_whole_sequences(budget):
 
 @pytest.mark.parametrize("budget", [3, 100])
 def test_values_whose_backward_is_a_walk(budget):
-    """Their backward comes later, and draws and rounds as their forward did."""
+    """The backward comes later, and draws and rounds as the forward did."""
     batch = packed()
     weights = weights_of(batch, torch.float64)
     torch.manual_seed(0)
