@@ -26,7 +26,8 @@ from tests.integrations.trl.test_answers import ANSWERS, COMMON, LORA, assert_sa
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # TRL's own calls
 
-STEPS = {"max_steps": 3, "per_device_train_batch_size": 6}
+STEPS = {"max_steps": 3, "per_device_train_batch_size": 6, "gradient_accumulation_steps": 1}
+ACCUMULATED = {"eval_strategy": "steps", "eval_steps": 2, "gradient_accumulation_steps": 2}
 # Four answers of several lengths to each prompt, in no order.
 ROWS = [(prompt, f" {ANSWERS[(3 * i + 5 * j) % 8]}") for j in range(4) for i, prompt in enumerate(PROMPTS)]
 DATA = {"prompt": [p for p, _ in ROWS], "completion": [a for _, a in ROWS]}
@@ -79,7 +80,7 @@ QLORA = {"peft": LORA, "model_init_kwargs": NF4}
 @pytest.mark.parametrize(
     "settings",
     [
-        {"eval_strategy": "steps", "eval_steps": 2},
+        ACCUMULATED,
         {"gradient_checkpointing": False, "max_length": 20, "pad_to_multiple_of": 16},
         {"loss_type": "apo_zero_unpaired", "precompute_ref_log_probs": True},
         {"model": "qwen3_moe", "router_aux_loss_coef": 0.5},
@@ -97,7 +98,7 @@ def test_kto(tmp_path: Path, settings: dict[str, Any]) -> None:
 ONE_ROW = {"padding_free": True, "max_length": None}
 EXPERTS = {"model": "qwen3_moe", "router_aux_loss_coef": 0.5}
 SFT = {
-    "evaluated": (DATA, {"eval_strategy": "steps", "eval_steps": 2}),
+    "evaluated": (DATA, ACCUMULATED),
     "all tokens": (DATA, {"completion_only_loss": False, "gradient_checkpointing": False, "pad_to_multiple_of": 16}),
     "one row, dft": (DATA, {"loss_type": "dft", **ONE_ROW}),
     "one row, all tokens": (DATA, {"completion_only_loss": False, "pad_to_multiple_of": 16, **ONE_ROW}),
@@ -119,7 +120,7 @@ def test_sft(tmp_path: Path, name: str) -> None:
     dataset, settings = SFT[name]
     logs = assert_same(partial(make, folder=tmp_path, dataset=dataset, **settings), SFTTrainer, trl.SFTTrainer)
     if "packing" not in settings:
-        assert logs["dualkv/dedup_ratio"] > 1.2
+        assert logs["dualkv/dedup_ratio"] > 1.1
 
 
 @pytest.mark.filterwarnings("ignore:.use_liger_kernel=True. is deprecated:FutureWarning")
