@@ -18,7 +18,7 @@ with borrowing("skyrl", __name__):
 __all__ = ["PackedModel", "install"]
 
 _said = (
-    irreplaceable(models.HFModelWrapper, PackedModel, "forward", "model")
+    irreplaceable(models.HFModelWrapper, PackedModel, "forward", "model logprobs_chunk_size")
     or irreplaceable(
         batches.TokenBasedBatchIterator,
         batches.PackedBatchIterator,

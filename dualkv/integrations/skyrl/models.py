@@ -65,7 +65,7 @@ class PackedModel(HFModelWrapper):
             asked = (temperature, return_output, compute_entropy, entropy_requires_grad)
             return super().forward(sequences, num_actions, attention_mask, *asked, **others)
         batch = pack_actions(self, sequences, attention_mask, num_actions)
-        values, entropies = logprobs(self.model, batch, temperature)
+        values, entropies = logprobs(self.model, batch, temperature, chunk_size=self.logprobs_chunk_size)
         of_actions = sequences[:, -num_actions:]
         made = batch.unpack(values, like=of_actions)
         if not return_output:

@@ -59,10 +59,11 @@ class _Trained(_Packed):
         regroups = self._is_sum(kwargs.get("loss_fn"))
         with self._plans(regroups, weighted=regroups and self._has_entropy_loss()):
             output = super().forward_backward(data, **kwargs)
-        if counted:
-            packed = {"tokens_packed": float(counted["packed"]), "dedup_ratio": counted["tokens"] / counted["packed"]}
-            found = all_reduce_metrics({f"dualkv/{name}": x for name, x in packed.items()}, self.strategy)
-            output.metrics.update(found)
+        # On every rank: some may have run nothing packed.
+        found = all_reduce_metrics({name: float(counted[name]) for name in ("tokens", "packed")}, self.strategy)
+        if found["packed"]:
+            ratio = found["tokens"] / found["packed"]
+            output.metrics.update({"dualkv/tokens_packed": found["packed"], "dualkv/dedup_ratio": ratio})
         return output
 
     def _has_entropy_loss(self) -> bool:

@@ -85,6 +85,6 @@ def test_a_rank_had_padding_micro_batches(ranks: list[dict[str, Any]]) -> None:
 def test_rows_are_counted(ranks: list[dict[str, Any]]) -> None:
     for update in ranks[0]["full, steps, budget, packed"]["metrics"]:
         assert update["policy/dualkv/tokens_packed"] < 330
-        assert update["policy/dualkv/dedup_ratio"] > 2.2
+        assert update["policy/dualkv/dedup_ratio"] > 2.1
     for update in ranks[0]["full, turns, critic, checkpointing, packed"]["metrics"]:
         assert update["critic/dualkv/dedup_ratio"] > 2.5
