@@ -26,6 +26,7 @@ pytest.importorskip("transformers")
 from dualkv.integrations.transformers import enable, recompute_layers
 from dualkv.integrations.transformers.recurrent import ops, sharded, waves
 from tests.integrations.tiny import gradients, token_ids
+from tests.integrations.transformers import test_recurrent
 from tests.integrations.transformers.test_recurrent import FAMILIES, double_throughout, make, random_forest
 
 KINDS = (Shard, ContextShard)
@@ -49,9 +50,12 @@ FOREST = layout_of(
      (0, 19), (4, 25), (1, 25)]
 )  # fmt: skip
 TINY = layout_of([(2, -1), (0, 0), (1, 0)])  # fewer rows than four ranks
-OF_TINY = ("qwen3_5_text", "kimi_linear", "bamba", "lfm2", "minimax")
-CASES = [(family, FOREST) for family in FAMILIES]
-CASES += [(family, TINY) for family in FAMILIES if family in OF_TINY]
+OFTEN = [family for family in test_recurrent.OFTEN if family in FAMILIES]  # one of each kind of layer
+
+
+def cases(families: str) -> list[tuple[str, Layout]]:
+    """Families of "often" or "all", over FOREST, and some over TINY."""
+    return [(x, FOREST) for x in (OFTEN if families == "often" else FAMILIES)] + [(x, TINY) for x in OFTEN]
 
 
 def results(model: Any, layout: Layout, given: Layout | Shard) -> dict[str, torch.Tensor]:
@@ -89,12 +93,12 @@ def refused() -> str:
     return str(error.value)
 
 
-def run(rank: int, folder: str, dtype: str) -> None:
+def run(rank: int, folder: str, dtype: str, families: str) -> None:
     dist.init_process_group("gloo")
     ranks = dist.get_world_size()
     found: dict[str, Any] = {"refused": refused()}
     with double_throughout() if dtype == "float64" else nullcontext():
-        for number, (family, layout) in enumerate(CASES):
+        for number, (family, layout) in enumerate(cases(families)):
             compares = number % ranks == rank
             model = enable(make(family, getattr(torch, dtype)), check=False)
             expected = results(model, layout, layout) if compares else {}
@@ -114,25 +118,26 @@ def run(rank: int, folder: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "dtype"),
+    ("ranks", "dtype", "families"),
     [
-        (4, "float32"),
-        pytest.param(2, "float32", marks=pytest.mark.slow),
-        pytest.param(2, "float64", marks=pytest.mark.slow),
-        pytest.param(4, "float64", marks=pytest.mark.slow),
+        (4, "float32", "often"),
+        pytest.param(4, "float32", "all", marks=pytest.mark.slow),
+        pytest.param(2, "float32", "all", marks=pytest.mark.slow),
+        pytest.param(2, "float64", "all", marks=pytest.mark.slow),
+        pytest.param(4, "float64", "all", marks=pytest.mark.slow),
     ],
 )
-def test_as_on_one_rank(ranks: int, dtype: str) -> None:
+def test_as_on_one_rank(ranks: int, dtype: str, families: str) -> None:
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        on_ranks(ranks, "tests.integrations.transformers.test_recurrent_ranks:run", folder, dtype)
+        on_ranks(ranks, "tests.integrations.transformers.test_recurrent_ranks:run", folder, dtype, families)
         for rank in range(ranks):
             found |= json.loads(Path(f"{folder}/{rank}").read_text())
             assert found.pop("refused") == (
                 "recurrent layer layers.0.linear_attn (Qwen3_5GatedDeltaNet) has 3 heads, expected a multiple of the"
                 f" {ranks} sequence-parallel ranks"
             )
-    assert len(found) == len(CASES) * 2
+    assert len(found) == len(cases(families)) * 2
     for way, (error, of) in found.items():
         assert error < LARGEST.get(f"{dtype} {way.split()[0]}", LARGEST[dtype]), (way, of)
 
