@@ -22,6 +22,7 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from trl.trainer.utils import FusedCausalLMOutput
 
 from dualkv.data.gain import MIN_SHARED
+from dualkv.data.memory import Memory
 from dualkv.data.packing import IGNORED
 from dualkv.data.trees import NOTICE, pack_sequences
 from dualkv.integrations import patching
@@ -32,13 +33,16 @@ from dualkv.integrations.trl.common import (
     Batch,
     at_tokens,
     call,
+    checked_walk,
     enable_all,
     enable_policy,
     pack_rollouts,
     refuse_memory,
     refuse_model,
     refuse_trainer,
+    refuse_walk,
     rows_of_tokens,
+    walk_head,
     without_adapters,
 )
 
@@ -54,8 +58,17 @@ class PackedAnswers(Base):
     _packed = False
     _replaced = "_precompute_ref_logps"
 
-    def __init__(self, model: Any, *args: Any, fast: bool = False, memory: float | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *args: Any,
+        fast: bool = False,
+        memory: float | None = None,
+        walk: int | Memory | None = None,
+        **kwargs: Any,
+    ) -> None:
         refuse_memory(fast, memory)
+        self._walk = checked_walk(walk)
         bases = type(self).__mro__
         theirs = bases[bases.index(PackedAnswers) + 1]
         reads = "_is_vision_dataset _metrics accelerator" + " ref_model" * bool(self._replaced)
@@ -70,11 +83,13 @@ class PackedAnswers(Base):
     def _pack(self) -> None:
         if not self._packed:
             refuse_trainer(self)
+            if self._walk is not None:
+                refuse_walk(self, fast=self._fast)
             probe.of_answers(self, pack_head)
             enable_all(self, self._fast, self._memory)
             for model in (self.model, getattr(self, "ref_model", None)):
                 if model is not None:
-                    pack_head(without_adapters(self.accelerator.unwrap_model(model)), self)
+                    pack_head(without_adapters(self.accelerator.unwrap_model(model)), self, self._walk)
             self._packed = True
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
@@ -96,12 +111,12 @@ class DPOTrainer(PackedAnswers, trl.DPOTrainer):
 
     Args:
         model, args, kwargs: TRL's.
-        fast, memory: as for :class:`dualkv.integrations.trl.PackedGroups`.
+        fast, memory, walk: as for :class:`dualkv.integrations.trl.PackedGroups`.
 
     Raises:
         ValueError: by the constructor for a model that :func:`dualkv.integrations.transformers.enable` refuses, a
             dataset with images, PEFT adapters that `enable` refuses,
-            `neftune_noise_alpha`, or a `memory` that :class:`PackedGroups` refuses; in training for inputs
+            `neftune_noise_alpha`, or a `memory` or `walk` that :class:`PackedGroups` refuses; in training for inputs
             other than text.
     """
 
@@ -116,7 +131,7 @@ class KTOTrainer(PackedAnswers, trl.KTOTrainer):
 
     Args:
         model, args, kwargs: TRL's.
-        fast, memory: as for :class:`dualkv.integrations.trl.PackedGroups`.
+        fast, memory, walk: as for :class:`dualkv.integrations.trl.PackedGroups`.
 
     Raises:
         ValueError: as for :class:`DPOTrainer`.
@@ -136,7 +151,7 @@ class SFTTrainer(PackedAnswers, trl.SFTTrainer):
 
     Args:
         model, args, kwargs: TRL's.
-        fast, memory: as for :class:`dualkv.integrations.trl.PackedGroups`.
+        fast, memory, walk: as for :class:`dualkv.integrations.trl.PackedGroups`.
 
     Raises:
         ValueError: as for :class:`DPOTrainer`; by the constructor also for `compute_loss_func` and
@@ -145,8 +160,8 @@ class SFTTrainer(PackedAnswers, trl.SFTTrainer):
 
     _replaced = ""
 
-    def __init__(self, model: Any, *args: Any, fast: bool = False, memory: float | None = None, **kwargs: Any) -> None:
-        super().__init__(model, *args, fast=fast, memory=memory, **kwargs)
+    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(model, *args, **kwargs)
         if self.args.packing:
             warnings.warn(
                 "dualkv: packing is True, which puts sequences into rows by their length, so answers to one prompt are"
@@ -191,7 +206,7 @@ class RewardTrainer(trl.RewardTrainer):
         pack_score(without_adapters(self.model), self, fast, memory)
 
 
-def pack_head(model: Any, trainer: Any) -> None:
+def pack_head(model: Any, trainer: Any, walk: int | Memory | None = None) -> None:
     """Lets a model with TRL's head compute shared prompts once: `model(..., labels=labels, fused_lm_head=True)`.
 
     Calls without `fused_lm_head` do not change.
@@ -199,6 +214,7 @@ def pack_head(model: Any, trainer: Any) -> None:
     Args:
         model: an enabled model that `trl.trainer.utils.add_fused_lm_head` has changed, without wrappers.
         trainer: gets the metrics.
+        walk: the budget of batches that run in parts; None: each is one pass.
     """
     fused = model.forward
 
@@ -206,7 +222,7 @@ def pack_head(model: Any, trainer: Any) -> None:
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:
             return fused(*args, **kwargs)
-        return _packed_head(self, fused, trainer, **kwargs)
+        return _packed_head(self, fused, trainer, walk, **kwargs)
 
     patching.of(model, "trainer").replace("forward", types.MethodType(forward, model))
 
@@ -215,6 +231,7 @@ def _packed_head(
     model: Any,
     fused: Callable[..., Any],
     trainer: Any,
+    walk: int | Memory | None,
     *,
     input_ids: torch.Tensor,
     labels: torch.Tensor,
@@ -246,17 +263,19 @@ def _packed_head(
     NOTICE.look(batch.layout, "dualkv.integrations.trl.group_by_prompt")
     count_rows(trainer, batch, given)
     counts = torch.zeros_like(batch.labels[0], dtype=torch.bool).index_fill(0, rows[labelled[is_response]], True)
-    outputs, aux_loss = call(fused, model, batch, output_router_logits, batch.labels.masked_fill(~counts, IGNORED))
+    wanted = batch.labels.masked_fill(~counts, IGNORED)
+    if walk is not None and is_response.any():
+        found, aux_loss = walk_head(fused, batch, walk, PER_TOKEN, is_response, wanted), None
+    else:
+        outputs, aux_loss = call(fused, model, batch, output_router_logits, wanted)
+        each = {name: x for name in PER_TOKEN if (x := outputs.get(name)) is not None}
+        found = {name: at_tokens(x, rows, is_response) for name, x in each.items()}
 
     def of_batch(values: torch.Tensor) -> torch.Tensor:  # [N, L - 1] -> as TRL's
         return functional.pad(values, (1, 0))[is_token][None, 1:] if one_row else values
 
     scored = labelled[:, 1:]
-    made = {
-        name: of_batch(at_tokens(values, rows, is_response)[:, 1:].masked_fill(~scored, 0))
-        for name in PER_TOKEN
-        if (values := outputs.get(name)) is not None
-    }
+    made = {name: of_batch(values[:, 1:].masked_fill(~scored, 0)) for name, values in found.items()}
     return FusedCausalLMOutput(**made, label_mask=of_batch(scored), aux_loss=aux_loss)
 
 

@@ -18,12 +18,10 @@ from trl.extras.profiling import profiling_decorator
 from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 
 from dualkv.arrays import positive
-from dualkv.branches import Branch
 from dualkv.canary import packed_vs_separate
 from dualkv.data.media import OF_TOKENS, grouped
 from dualkv.data.memory import Memory
 from dualkv.data.packing import PackedBatch
-from dualkv.data.parts import TreePart
 from dualkv.data.trees import PackedSequences
 from dualkv.integrations import losses
 from dualkv.integrations.metrics import count_rows
@@ -34,6 +32,7 @@ from dualkv.integrations.trl.common import (
     Batch,
     at_tokens,
     call,
+    checked_walk,
     enable_all,
     joined,
     pack_rollouts,
@@ -41,10 +40,11 @@ from dualkv.integrations.trl.common import (
     refuse_memory,
     refuse_model,
     refuse_trainer,
+    refuse_walk,
     rows_of_tokens,
     tokens_of_rows,
+    walk_head,
 )
-from dualkv.walks import walk_values
 
 Base: Any = object  # stands for the trainer that follows the mixin
 
@@ -124,7 +124,7 @@ class PackedGroups(Base):
     ) -> None:
         refuse_memory(fast, memory)
         self._canary = None if canary is None else positive("canary", canary)
-        self._walk = walk if walk is None or isinstance(walk, Memory) else positive("walk", walk)
+        self._walk = checked_walk(walk)
         self._canary_step = -1  # the last step that had one
         bases = type(self).__mro__
         theirs = bases[bases.index(PackedGroups) + 1]
@@ -139,7 +139,7 @@ class PackedGroups(Base):
             )
         refuse_trainer(self)
         if walk is not None:
-            _refuse_walk(self, fast=fast, canary=canary)
+            refuse_walk(self, fast=fast, canary=canary)
         enable_all(self, fast, memory)
         losses.warn_of_trl(self)
 
@@ -185,7 +185,9 @@ class PackedGroups(Base):
         rows = rows_of_tokens(batch)
         count_rows(self, batch, ids)
         if self._walk is not None and response_mask.any():
-            return self._walked(model, batch, response_mask, self._walk)
+            with self.accelerator.autocast():
+                found = walk_head(model, batch, self._walk, ("log_probs", "entropy"), response_mask)
+            return found["log_probs"], found.get("entropy"), None
         with self.accelerator.autocast():
             outputs, aux_loss = call(model, self.accelerator.unwrap_model(model), batch, with_aux_loss)
             self._compare(model, batch, outputs.log_probs)
@@ -195,26 +197,6 @@ class PackedGroups(Base):
             None if outputs.entropy is None else at_tokens(outputs.entropy, rows, response_mask),
             aux_loss,
         )
-
-    def _walked(
-        self, model: Any, batch: PackedBatch | PackedSequences, response_mask: torch.Tensor, budget: int | Memory
-    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        """One micro-batch as a walk: log-probs and entropies [B, R], whose backward is a walk too."""
-        tree = PackedSequences.from_batch(batch) if isinstance(batch, PackedBatch) else batch
-
-        def forward(input_ids: torch.Tensor, branch: Branch) -> Any:
-            labels = tree.labels[:, branch.rows.to(tree.device)]
-            return model(input_ids=input_ids, shift_labels=labels, dualkv=branch, fused_lm_head=True)
-
-        def values(outputs: Any, part: TreePart) -> torch.Tensor:
-            found = [x for x in (outputs.log_probs, outputs.entropy) if x is not None]
-            return part.expand(torch.stack([x[0][part.predict_rows] for x in found], 1))
-
-        with self.accelerator.autocast():
-            found = walk_values(tree, budget, forward, values)
-        places = torch.arange(len(found), device=found.device)
-        log_probs, *entropies = (at_tokens(x[None], places, response_mask) for x in found.unbind(1))
-        return log_probs, (entropies[0] if entropies else None), None
 
     def _compare(self, model: Any, batch: PackedBatch | PackedSequences, log_probs: torch.Tensor) -> None:
         """Run the canary, if this is the first micro-batch of a step that has one; `log_probs` [1, T] belong to
@@ -297,23 +279,6 @@ class GRPOTrainer(PackedGroups, trl.GRPOTrainer):
 
 class RLOOTrainer(PackedGroups, trl.RLOOTrainer):
     """`trl.RLOOTrainer` that computes once what rollouts of a micro-batch share, see :class:`PackedGroups`."""
-
-
-def _refuse_walk(trainer: Any, **others: Any) -> None:
-    """Raises ValueError for a trainer whose micro-batches cannot be walked."""
-    given = {name: value for name, value in others.items() if value}
-    if getattr(trainer, "aux_loss_enabled", False):
-        given["router_aux_loss_coef"] = trainer.router_aux_loss_coef
-    if trainer._is_vlm:
-        given["processing_class"] = "multimodal"
-    if trainer.accelerator.num_processes > 1:
-        given["number of processes"] = trainer.accelerator.num_processes
-    if given:
-        said = " and ".join(f"{name} {value}" for name, value in given.items())
-        raise ValueError(
-            f"walk is given together with {said}, expected a model of text in one process, without fast, canary or the"
-            " load balancing loss (router_aux_loss_coef=0)"
-        )
 
 
 def _media(given: Batch, rollouts: int, width: int) -> list[Batch]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import trl
 
 import dualkv
 from dualkv import walks
-from dualkv.integrations.trl import GRPOTrainer, RLOOTrainer
+from dualkv.integrations.trl import DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer, SFTTrainer
 from tests.integrations.tiny import assert_close
 from tests.integrations.trl.runs import make_trainer, train
+from tests.integrations.trl.test_answers import assert_same, dpo
 from tests.integrations.trl.test_trainer import (
     CONFIGS,
     FEATURES,
@@ -25,8 +28,13 @@ from tests.integrations.trl.test_trainer import (
     of_turns,
     padded_batch,
 )
+from tests.integrations.trl.test_unpaired import DATA, LABELLED
+from tests.integrations.trl.test_unpaired import make as of_answers
 
 MEMORY = dualkv.Memory(200_000, dualkv.RowCosts(kept=1000, path=100, graph=9000, recomputed=4000))
+
+
+BOTH = {"F", "FT", "G", "GT"}  # trunks and parts, without a graph and with one
 
 
 def walking(cls: type, walk: int | dualkv.Memory) -> type:
@@ -48,24 +56,29 @@ RUNS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "walk"), [*zip(RUNS, (16, 12, MEMORY), strict=True)])
-def test_a_walked_training_is_the_padded_one(
-    folder: Path, name: str, walk: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings, kinds = dict(RUNS[name]), set[str]()
+@pytest.fixture(autouse=True)
+def kinds(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Note the kinds of passes that run: F without a graph, G with one, T of trunks."""
+    found: set[str] = set()
     backward = walks.Pass.backward
 
     def noted(self: walks.Pass, loss: Any = None) -> None:
-        kinds.add(self.kind + "T" * self.part.is_trunk)
+        found.add(self.kind + "T" * self.part.is_trunk)
         backward(self, loss)
 
     monkeypatch.setattr(walks.Pass, "backward", noted)
+    return found
+
+
+@pytest.mark.parametrize(("name", "walk"), [*zip(RUNS, (16, 12, MEMORY), strict=True)])
+def test_a_walked_training_is_the_padded_one(folder: Path, name: str, walk: Any, kinds: set[str]) -> None:
+    settings = dict(RUNS[name])
     of = settings.pop("of", "grpo")
     ours, padded, _ = TRAINERS[of]
     ours, theirs = (
         train(of_turns(cls), folder, config=CONFIGS[of], **settings) for cls in (walking(ours, walk), padded)
     )
-    assert kinds == {"F", "FT", "G", "GT"}, "trunks and parts, without a graph and with one"
+    assert kinds == BOTH
     assert all(torch.equal(a, b) for a, b in zip(ours.completions, theirs.completions, strict=True))
     assert largest(ours.logps, theirs.logps) < 1e-5
     assert largest(ours.entropies, theirs.entropies) < 1e-5
@@ -93,6 +106,22 @@ def test_log_probs_and_gradients(folder: Path, model: str, make: Any) -> None:
     (logps, entropies, gradients), (*stock, expected) = found
     assert largest([logps, entropies], stock) < 1e-5
     assert_close("gradients", torch.cat(gradients), torch.cat(expected), 1e-4)
+
+
+IPO = {"loss_type": ["sigmoid", "sft", "ipo"], "loss_weights": [1.0, 0.5, 0.1], "ld_alpha": 0.5}
+ANSWERS: dict[str, Any] = {
+    "dpo": (DPOTrainer, trl.DPOTrainer, partial(dpo, **IPO)),
+    "kto": (KTOTrainer, trl.KTOTrainer, partial(of_answers, dataset=LABELLED)),
+    "sft": (SFTTrainer, trl.SFTTrainer, partial(of_answers, dataset=DATA, loss_type="dft")),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # TRL's own calls
+@pytest.mark.parametrize("of", ANSWERS)
+def test_walked_trainings_on_answers(tmp_path: Path, of: str, kinds: set[str]) -> None:
+    ours, theirs, make = ANSWERS[of]
+    assert_same(partial(make, folder=tmp_path), walking(ours, 20), theirs)
+    assert kinds == BOTH
 
 
 def test_what_a_walk_refuses(folder: Path) -> None:
