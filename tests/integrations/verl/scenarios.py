@@ -153,6 +153,8 @@ OVER_TWO: dict[str, dict[str, Any]] = {
     "sp2-hybrid-fused": PACKED | HYBRID | {"sp": 2, "fused": "torch", "keep": "attention", "pad_to": 33},
     "sp2-hybrid-trees": TREES | HYBRID | {"sp": 2},
 }
+for _name in ("images-3.5", "images-3.5-none"):
+    OVER_TWO[f"sp2-{_name}"] = HYBRIDS[_name] | {"sp": 2, "budget": TIGHT // 2}
 OVER_FOUR: dict[str, dict[str, Any]] = {"sp4-hybrid": PACKED | HYBRID | {"sp": 4}}
 for _model in FAMILIES:
     OVER_TWO[f"sp2-{_model}"] = PACKED | {"model": _model, "sp": 2, "budget": TIGHT // 2}
