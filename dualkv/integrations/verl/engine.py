@@ -73,7 +73,7 @@ SETTINGS = ("pad_mode", "use_fused_kernels", "calculate_entropy", "calculate_sum
 class Running:
     """The packed micro-batch that the model runs now; the decoder's hooks read it.
 
-    unsplit: splits the rows that come out of a vision tower, all on each rank.
+    unsplit: splits the rows that come out of a vision tower, where each rank has all.
     """
 
     packed: PackedRollouts
@@ -139,8 +139,9 @@ class DualKVEngine(PacksBatches, FSDPEngineWithLMHead):
         if running is None:
             return args, kwargs
         kwargs = {**kwargs, "dualkv": running.layout}
-        if running.unsplit is not None:
-            kwargs["inputs_embeds"] = running.unsplit.split(kwargs["inputs_embeds"], 1)
+        if (shard := running.unsplit) is not None:
+            of_rows = {"inputs_embeds": 1, "position_ids": -1}
+            kwargs |= {name: shard.split(kwargs[name], dim) for name, dim in of_rows.items()}
         return args, kwargs
 
     def _leave_decoder(self, _module: nn.Module, _args: Any, output: Any) -> Any:
@@ -173,12 +174,17 @@ class DualKVEngine(PacksBatches, FSDPEngineWithLMHead):
             head.reshard()
         return result
 
+    @functools.cached_property
+    def _splits_itself(self) -> bool:
+        """Whether the decoder is one whose rows the engine splits in packed calls, where veRL has not."""
+        return all(isinstance(decoder, DECODERS) for decoder in layers.decoders(self.module))
+
     def _images(self) -> verl_data.Images | str:
         """Find what is packed beside text, or say why nothing is."""
         families = media.families(self.module)
         if not families or any(how.ahead for how in families):
             return f"images of {self.module.config.model_type} are not known to run packed in veRL"
-        if self.use_ulysses_sp and not all(isinstance(decoder, DECODERS) for decoder in layers.decoders(self.module)):
+        if self.use_ulysses_sp and not self._splits_itself:
             return "ulysses_sequence_parallel_size is above 1, which splits rows behind the check of their positions"
         if self._min_shared is not None:
             return f"{TREES} shares tokens, which may stand for other images"
@@ -276,8 +282,9 @@ class DualKVEngine(PacksBatches, FSDPEngineWithLMHead):
         running.layout = shard if self.use_ulysses_sp else layout
         if of_images is not None:
             running.layout = Placed(running.layout, shard.split(inputs["position_ids"][1:], 2))
-            running.unsplit = shard if self.use_ulysses_sp else None
         inputs.update({name: value.to(device) for name, value in packed.media.items()})
+        if self._splits_itself and inputs["input_ids"].shape[1] > shard.num_tokens:
+            running.unsplit = shard
         head = HeadRows.of(packed.head_rows, shard.rank, shard.num_tokens, shard.world_size)
         running.head = head.to(device)
         for name in ("input_ids_rmpad_rolled", "temperature_rmpad"):
