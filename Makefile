@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Processes that `make test` shares its modules among: as many as there are cores, and at most 4.
 WORKERS ?= auto --maxprocesses 4
 
-.PHONY: help demo test pytest test-verl test-trl test-swift test-openrlhf test-megatron test-megatron312 test-verl-megatron test-gpu fuzz lint format site bench-cpu constraints clean manifest check-kernels
+.PHONY: help demo test pytest test-verl test-trl test-swift test-openrlhf test-skyrl test-megatron test-megatron312 test-verl-megatron test-gpu fuzz lint format site bench-cpu constraints clean manifest check-kernels
 
 help:
 	@echo "make demo         one GRPO update, prompts replicated and packed, side by side (ARGS='--steps 3' adds options)"
@@ -23,6 +23,7 @@ help:
 	@echo "make test-trl     the TRL trainer's tests, in an environment of their own"
 	@echo "make test-swift   the ms-swift trainer's tests, in an environment of their own"
 	@echo "make test-openrlhf  the OpenRLHF adapter's tests, in an environment of their own"
+	@echo "make test-skyrl   the SkyRL adapter's tests, with Python 3.12, in an environment of their own"
 	@echo "make test-megatron  the tests with megatron-core, in an environment of their own"
 	@echo "make test-megatron312  the same with Python 3.12 and the newest megatron-core"
 	@echo "make test-verl-megatron  the tests with veRL's Megatron engine, in an environment of their own"
@@ -43,10 +44,13 @@ $(STAMP): pyproject.toml constraints.txt
 
 # Environments of other libraries are what `pip install '.[verl]'` and `'.[trl]'` make, in pinned versions (all of them
 # listed, so that nothing is to be resolved). They see the first one's packages behind their own: veRL asks for another
-# transformers, both bring more.
+# transformers, both bring more. SkyRL needs Python 3.12, so the one below is its first.
+FIRST := $(VENV)
+.venv-skyrl/.installed: private FIRST := .venv-megatron312
+.venv-skyrl/.installed: .venv-megatron312/.installed
 .venv-%/.installed: $(STAMP) pyproject.toml tests/integrations/%/requirements.txt
-	$(BIN)/python -m venv --clear --without-pip .venv-$*
-	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+	$(FIRST)/bin/python -m venv --clear --without-pip .venv-$*
+	$(FIRST)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
 		"$$(.venv-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/first.pth"
 	$(BIN)/uv pip install --quiet --python .venv-$*/bin/python --no-deps \
 		--requirement tests/integrations/$*/requirements.txt --editable .
@@ -66,6 +70,8 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(MAKE) --no-print-directory --jobs 2 lint pytest
 
+# A process for each core, and tensors are small: more threads would only wait for each other.
+pytest: export OMP_NUM_THREADS ?= 1
 pytest: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
@@ -80,6 +86,9 @@ test-swift: .venv-swift/.installed
 
 test-openrlhf: .venv-openrlhf/.installed
 	.venv-openrlhf/bin/python -m pytest tests/integrations/openrlhf $(ARGS)
+
+test-skyrl: .venv-skyrl/.installed
+	.venv-skyrl/bin/python -m pytest tests/integrations/skyrl $(ARGS)
 
 test-megatron: .venv-megatron/.installed
 	.venv-megatron/bin/python -m pytest tests/integrations/megatron $(ARGS)

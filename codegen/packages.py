@@ -84,6 +84,7 @@ _ALL = (
     Package("ms-swift", "swift", "4.6", "the ms-swift trainer", "pip install 'dualkv[swift]'", tried="4.6.0"),
     Package("verl", "verl", "0.9.1", "the veRL plugin", "pip install 'dualkv[verl]'"),
     Package("openrlhf", "openrlhf", "0.11.2", "the OpenRLHF adapter", "pip install 'dualkv[openrlhf]'", tried="0.11.2"),
+    Package("skyrl", "skyrl", "0.4", "the SkyRL adapter", "pip install 'dualkv[skyrl]'", tried="0.4.0"),
     Package(
         "megatron-core", "megatron.core", "0.16.1", "models of megatron-core",
         "pip install 'dualkv[megatron]'", tried="0.19.2",

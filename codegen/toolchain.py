@@ -211,19 +211,26 @@ def requirements() -> list[str]:
 
 def _download(folder: Path) -> None:
     words = [*_installer(), "--target", str(folder), "--no-deps", "--only-binary", ":all:", *requirements()]
-    # What pip reports of its downloads is shown as it comes, on standard error.
-    done = subprocess.run(words, env=os.environ | {"PIP_USER": "0"}, stdout=2, stderr=subprocess.PIPE, text=True)
-    if done.returncode:
-        said = " ".join(done.stderr.split())[-1000:]
+    lines = []
+    # What pip and uv report of their downloads is shown as it comes, on standard error.
+    with subprocess.Popen(
+        words, env=os.environ | {"PIP_USER": "0"}, stdout=2, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            sys.stderr.write(line)
+            lines.append(line)
+    if process.returncode:
+        said = " ".join("".join(lines).split())[-1000:]
         raise KernelError(f"the private toolchain cannot be installed, `{' '.join(words)}` failed: {said}")
 
 
 def _installer() -> list[str]:
     """pip of this environment, or uv if uv made the environment."""
     if importlib.util.find_spec("pip") is not None:
-        return [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        return [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
     if uv := shutil.which("uv"):
-        return [uv, "pip", "install", "--quiet", "--python", sys.executable]
+        return [uv, "pip", "install", "--python", sys.executable]
     raise KernelError("neither pip nor uv is here to install the private toolchain with: install one")
 
 

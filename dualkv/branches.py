@@ -1,48 +1,228 @@
-"""Trees past memory: walked depth-first, a part at a time, with gradients of the paths' keys and values added up.
+"""Parts of a tree that run one after another, and the tensors that trunks keep for the parts below them.
 
-    def forward(input_ids, branch):
-        return model.model(input_ids=input_ids, dualkv=branch).last_hidden_state
-
-    def loss(hidden, part):
-        logp, _ = dualkv.response_logprobs(hidden, head(model), part)
-        return -(part.expand(logp) * advantages[part.places]).sum()
-
-    dualkv.walk(batch, budget, forward, loss)  # as loss.backward() of the whole batch
-
-Every row is computed once, as in one pass over the whole tree. A part reads the keys and values of the path above it,
-which are kept for each call of a layer. Its backward adds to their gradients. A trunk's own backward runs once all
-parts below it are done, from its loss and these gradients. So what is held at a time is a path's trunks and one part.
-The sums are those of the whole tree, in another order: gradients of kept keys and values are added in fp32. For
-recurrent layers, the states and the last inputs of convolutions are kept, wherever parts below leave the path
-(:mod:`dualkv.integrations.transformers.recurrent.walked`).
+A :class:`Branch` stands in the place of a layout: `model(..., dualkv=branch)`. Its attention reads the keys and values
+that the trunks above it keep for each call of a layer, and its backward adds to their gradients. For recurrent layers
+trunks keep states and the last inputs of convolutions, wherever parts below leave the path
+(:mod:`dualkv.integrations.transformers.recurrent.walked`). :mod:`dualkv.walks` runs branches in order.
 """
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from dualkv.data.parts import TreePart, plan_parts
-from dualkv.data.rows import check_used
-from dualkv.data.trees import PackedSequences
+from dualkv.data.parts import TreePart
 from dualkv.layout import Layout
-from dualkv.ops.attention import attention
+from dualkv.ops.attention import attention, checked
+from dualkv.ops.features import Features
 from dualkv.packed_rows import PackedRows
 
-Forward = Callable[[torch.Tensor, "Branch"], torch.Tensor]
-Loss = Callable[[torch.Tensor, TreePart], torch.Tensor]
+_SUMS = torch.float32, torch.bfloat16
 
 
-class _Kept(NamedTuple):
-    """Tensors of a trunk in a layer (keys and values, say): in its graph, and cut off for the parts below."""
+@dataclass(frozen=True)
+class Keeping:
+    """The way in which trunks keep their tensors.
 
-    made: tuple[torch.Tensor, ...]
-    read: tuple[torch.Tensor, ...]
+    Attributes:
+        gradients: dtype of the sums of gradients, if it is wider than the kept tensor's; float64 stays float64.
+        on_host: keep keys, values and states in host memory (pinned for a GPU); the sums stay on the device.
+    """
+
+    gradients: torch.dtype = torch.float32
+    on_host: bool = False
+
+    def __post_init__(self) -> None:
+        if self.gradients not in _SUMS:
+            raise ValueError(f"gradients is {self.gradients}, expected torch.float32 or torch.bfloat16")
+
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.promote_types(dtype, self.gradients)
+
+
+class Kept:
+    """Tensors of a trunk in one call of a layer, keys and values for example, and the sums of their gradients.
+
+    Attributes:
+        made: the tensors of the trunk's second pass, in its graph.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], keeping: Keeping) -> None:
+        self._keeping, self._device = keeping, tensors[0].device
+        self._tensors: list[torch.Tensor] = [_compact(x.detach(), keeping.on_host) for x in tensors]
+        self._sums: list[torch.Tensor | None] = [None] * len(tensors)
+        self.made: tuple[torch.Tensor, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self._sums)
+
+    def read(self, index: int) -> torch.Tensor:
+        """Return a tensor on the device of the trunk."""
+        return self._tensors[index].to(self._device, non_blocking=True)
+
+    def add(self, index: int, gradient: torch.Tensor) -> None:
+        """Add a part's gradient of the first rows of a tensor."""
+        total = self._sums[index]
+        if total is None:
+            total = self._sums[index] = self._zeros(index)
+        total[: len(gradient)] += gradient
+
+    def reserve(self) -> None:
+        """Make the sums that there are not yet."""
+        self._sums = [self._zeros(i) if x is None else x for i, x in enumerate(self._sums)]
+
+    def _zeros(self, index: int) -> torch.Tensor:
+        kept = self._tensors[index]
+        return torch.zeros(kept.shape, dtype=self._keeping.sum_dtype(kept.dtype), device=self._device)
+
+    def drop_tensors(self) -> None:
+        """Free the tensors once all parts that read them are done. The sums stay."""
+        self._tensors = []
+
+    def roots(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Take the tensors of the second pass that have a graph, each with its gradient."""
+        found = []
+        for made, total in zip(self.made, self._sums, strict=False):
+            if made.requires_grad and total is not None:
+                found.append((made, total.to(made.dtype)))
+        self.made, self._sums = (), [None] * len(self._sums)
+        return found
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the tensors on the device, and of sums for all of them."""
+        kept = 0 if self._keeping.on_host else sum(x.nbytes for x in self._tensors)
+        return kept + sum(x.numel() * self._keeping.sum_dtype(x.dtype).itemsize for x in self._tensors)
+
+
+def _compact(x: torch.Tensor, on_host: bool) -> torch.Tensor:
+    """Copy x to the host, or copy it where it is a part of a larger tensor that it would hold."""
+    if not on_host:
+        return x if x.untyped_storage().nbytes() <= x.nbytes else x.clone()
+    there = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+    return there.copy_(x, non_blocking=True)
+
+
+class _Read(torch.autograd.Function):
+    """Kept tensors as a part reads them; the backward adds to the sums of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, _anchor: torch.Tensor, kept: Kept) -> Any:
+        ctx.kept = kept
+        ctx.set_materialize_grads(False)
+        read = [kept.read(i) for i in range(len(kept))]
+        return tuple(x.view_as(x) for x in read)  # autograd writes into what it gets
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        for index, gradient in enumerate(gradients):
+            if gradient is not None:
+                ctx.kept.add(index, gradient)
+        return None, None
+
+
+class _Path(NamedTuple):
+    """The kept keys and values that a call reads: of each trunk, and the number of its first rows."""
+
+    pieces: list[tuple[Kept, int]]
+
+    @property
+    def rows(self) -> int:
+        return sum(rows for _, rows in self.pieces)
+
+    def before(self, index: int, own: torch.Tensor) -> torch.Tensor:
+        """own [t, ...] behind the path's rows; index: 0 for keys, 1 for values."""
+        return torch.cat([*(kept.read(index)[:rows] for kept, rows in self.pieces), own])
+
+    def add(self, index: int, gradient: torch.Tensor) -> None:
+        """gradient [P + t, ...] of the result of :meth:`before`; own rows are left out."""
+        begin = 0
+        for kept, rows in self.pieces:
+            kept.add(index, gradient[begin : begin + rows])
+            begin += rows
+
+
+class _Attention(torch.autograd.Function):
+    """`torch.ops.dualkv.fwd` of own rows over a path's keys and values and their own.
+
+    The op takes one number of rows for q, k and v. So q, and in the backward out, its gradient and the log-sum-exp, are
+    padded for the path's rows, which have no queries. The padded tensors live in one layer at a time: what is saved are
+    own rows alone.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, _anchor: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        sinks: torch.Tensor | None, path: _Path, layout: Layout, scale: float, deterministic: bool, features: Features,
+        backend: str | None,
+    ) -> torch.Tensor:  # fmt: skip
+        rows = path.rows
+        ctx.path, ctx.layout, ctx.scale, ctx.deterministic = path, layout, scale, deterministic
+        ctx.features, ctx.backend = features._replace(sinks=None), backend
+        with torch._C._AutoDispatchBelowAutograd(), _PADDED.set():
+            out, lse = torch.ops.dualkv.fwd(
+                _behind(q, rows), path.before(0, k), path.before(1, v), layout.offsets, layout.parent, scale,
+                deterministic, *features, backend,
+            )  # fmt: skip
+        out, lse = out[rows:].clone(), lse[:, rows:].clone()  # a view would hold the path's rows
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.version = out._version
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> Any:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        if out._version > ctx.version:
+            raise RuntimeError(
+                f"out of a branch's attention has been written in place {out._version - ctx.version} times after the"
+                " forward, expected none: the backward reads it (write into a copy)"
+            )
+        path, layout, rows = ctx.path, ctx.layout, ctx.path.rows
+        of_path = lse.new_full((lse.shape[0], rows), torch.inf)
+        dq, dk, dv, dsinks = torch.ops.dualkv.bwd(
+            _behind(dout, rows), _behind(q, rows), path.before(0, k), path.before(1, v), _behind(out, rows),
+            torch.cat([of_path, lse], 1), layout.offsets, layout.parent, ctx.scale, ctx.deterministic, "qkv",
+            *ctx.features._replace(sinks=sinks), None, ctx.backend,
+        )  # fmt: skip
+        path.add(0, dk)
+        path.add(1, dv)
+        dq, dk, dv = (x[rows:].clone() for x in (dq, dk, dv))
+        return None, dq, dk, dv, None if sinks is None else dsinks.to(sinks.dtype), *[None] * 6
+
+
+class _Padded:
+    """Whether attention of padded rows runs now. What saves an op's results would save the padding too."""
+
+    def __init__(self) -> None:
+        self.now = False
+
+    @contextmanager
+    def set(self) -> Iterator[None]:
+        self.now = True
+        try:
+            yield
+        finally:
+            self.now = False
+
+
+_PADDED = _Padded()
+
+
+def is_padded() -> bool:
+    """Say whether the attention that runs now has rows of a path, which are not worth keeping."""
+    return _PADDED.now
+
+
+def _behind(own: torch.Tensor, rows: int) -> torch.Tensor:
+    """own [t, ...] behind so many rows of zeros."""
+    return torch.cat([own.new_zeros(rows, *own.shape[1:]), own])
 
 
 class _Again(NamedTuple):
@@ -74,23 +254,26 @@ def _checkpointed() -> Any:
 class Branch(PackedRows):
     """A part of a tree behind its path: in the place of a layout in `model(..., dualkv=branch)`.
 
+    A trunk runs twice where there are gradients: first without a graph, for what it keeps, then with one.
+
     Attributes:
         part: its rows.
         layout: of the path's rows and its own.
         num_tokens: own rows.
+        keeps_all: whether layers that are checkpointed keep everything in this call, so that none runs again.
+        anchor: a leaf that gives what reads kept tensors a place in the graph. It gets no gradient.
+        at_end: callbacks for the end of the present pass's forward.
     """
 
-    def __init__(self, part: TreePart, above: Sequence[Branch] = ()) -> None:
+    def __init__(self, part: TreePart, above: Sequence[Branch] = (), keeping: Keeping | None = None) -> None:
         """above: the branches of `part.path`."""
         self.part, self.layout, self._above = part, part.seen, tuple(above)
-        self.num_tokens = len(part.rows)
-        self._kept: dict[Hashable, _Kept] = {}
-        self._gradients: dict[Hashable, tuple[torch.Tensor | None, ...]] = {}
-        # The calls of each layer in the forward: the checkpointed region of each call, or None.
-        self._calls: dict[Hashable, list[weakref.ref[Any] | None]] = {}
-        self._again: dict[Hashable, int] = {}  # calls so far of the region that runs again now
-        self._run: Any = None
-        self._training, self._done = torch.is_grad_enabled(), False
+        self.num_tokens, self.keeps_all = len(part.rows), part.keeps_all
+        self._keeping = keeping or Keeping()
+        self._kept: dict[Hashable, Kept] = {}
+        self.anchor = torch.zeros((), requires_grad=True)
+        self.at_end = ExitStack()
+        self.begin(torch.is_grad_enabled() and not part.is_trunk)
 
     is_part = True
 
@@ -109,6 +292,27 @@ class Branch(PackedRows):
         """[num_tokens] int64: the position of each own row in its sequence."""
         return self.layout.position_ids[self.part.path_rows :]
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that the branch keeps for the parts below, with the gradients that they will leave."""
+        return sum(kept.bytes for kept in self._kept.values())
+
+    def begin(self, has_graph: bool) -> None:
+        """Begin a pass. The second one of a trunk, with a graph, frees what the first one kept."""
+        self._has_graph, self._done = has_graph, False
+        # The calls of each layer in the forward: the checkpointed region of each call, or None.
+        self._calls: dict[Hashable, list[weakref.ref[Any] | None]] = {}
+        self._again: dict[Hashable, int] = {}  # calls so far of the region that runs again now
+        self._run: Any = None
+        if has_graph:
+            for kept in self._kept.values():
+                kept.drop_tensors()
+
+    def end(self) -> None:
+        """End the forward of the present pass: layers that come from now on are recomputed."""
+        self._done = True
+        self.at_end.close()
+
     def attention(
         self,
         q: torch.Tensor,
@@ -118,6 +322,7 @@ class Branch(PackedRows):
         deterministic: bool = False,
         *,
         layer: Hashable,
+        backend: str | None = None,
         **features: Any,
     ) -> torch.Tensor:
         """:func:`dualkv.attention` of the own rows over the path's kept keys and values and their own.
@@ -125,7 +330,7 @@ class Branch(PackedRows):
         Args:
             q: [num_tokens, H, D].
             k, v: [num_tokens, Hk, D or Dv]; a trunk keeps them.
-            softmax_scale, deterministic, features: as for :func:`dualkv.attention`.
+            softmax_scale, deterministic, backend, features: as for :func:`dualkv.attention`.
             layer: names the layer: the same in all branches. The n-th call of a layer in a forward reads what the n-th
                 calls of the path kept.
 
@@ -134,29 +339,33 @@ class Branch(PackedRows):
 
         Raises:
             ValueError: another number of rows, a layer or a call of it that the path does not have, no gradients where
-                the walk has them, a layer that ran several times and is recomputed otherwise than by PyTorch's
+                the pass has them, a layer that ran several times and is recomputed otherwise than by PyTorch's
                 checkpointing, and what the attention refuses.
         """
         if q.shape[0] != self.num_tokens:
             raise ValueError(f"q has {q.shape[0]} rows, this part has {self.num_tokens}")
         self.check_gradients()
         call = layer, self.call_of(layer)
-        above = [self._read(branch, call, rows) for branch, (_, rows) in zip(self._above, self.part.path, strict=True)]
+        path = _Path([(self._keys(above, call), n) for above, (_, n) in zip(self._above, self.part.path, strict=True)])
+        asked = checked(q, k, v, softmax_scale, Features.given(**features))
         if self.part.is_trunk:
-            self.keep(call, k, v)
-        rows = self.part.path_rows
-        if rows:
-            q = torch.cat([q.new_zeros(rows, *q.shape[1:]), q])
-            k, v = (torch.cat([*(pair[i] for pair in above), x]) for i, x in enumerate((k, v)))
-        return attention(q, k, v, self.layout, softmax_scale, deterministic, **features)[rows:]
+            self.keep(call, asked.k, asked.v)
+        if not path.rows:
+            given = features | {"sinks": asked.features.sinks}
+            return attention(*asked[:3], self.layout, asked.softmax_scale, deterministic, **given, backend=backend)
+        out: torch.Tensor = _Attention.apply(
+            self.anchor, asked.q, asked.k, asked.v, asked.features.sinks, path, self.layout, asked.softmax_scale,
+            deterministic, asked.features, backend,
+        )  # fmt: skip
+        return out
 
     def attention_of(self, layer: Hashable) -> Callable[..., torch.Tensor]:
         """:meth:`attention` of a layer."""
         return partial(self.attention, layer=layer)
 
     def check_gradients(self) -> None:
-        """Raises ValueError if the walk has gradients and the layer that is running has none."""
-        if self._training and not torch.is_grad_enabled():
+        """Raises ValueError if the pass has gradients and the layer that is running has none."""
+        if self._has_graph and not torch.is_grad_enabled():
             raise ValueError(
                 "a walk with gradients came to a layer without them, which would lose those of kept keys and values:"
                 " gradient checkpointing needs use_reentrant=False, and models that run layers under torch.no_grad in a"
@@ -194,10 +403,14 @@ class Branch(PackedRows):
         return numbers[so_far]
 
     def keep(self, key: Hashable, *tensors: torch.Tensor) -> None:
-        """Keeps tensors of a trunk for the parts below. Checkpointed layers come here again in the part's backward,
-        for which nothing is kept any more."""
-        if not self._done:
-            self._kept[key] = _Kept(tensors, tuple(x.detach().requires_grad_(x.requires_grad) for x in tensors))
+        """Keep tensors of a trunk for the parts below, or in its second pass note them for the backward. Checkpointed
+        layers come here again in the backward, for which nothing is kept any more."""
+        if self._done:
+            return
+        if not self._has_graph:
+            self._kept[key] = Kept(tensors, self._keeping)
+        elif key in self._kept:
+            self._kept[key].made = tensors
 
     def kept_above(self, key: Hashable) -> tuple[torch.Tensor, ...]:
         """The tensors that the path keeps under a key; their gradients arrive in the trunk that made them.
@@ -207,121 +420,33 @@ class Branch(PackedRows):
         """
         for branch in self._above:
             if key in branch._kept:
-                return branch._kept[key].read
+                found: tuple[torch.Tensor, ...] = _Read.apply(self.anchor, branch._kept[key])
+                return found
         raise ValueError(f"the path keeps nothing of {key!r}: a part above did not run it")
 
     @staticmethod
-    def _read(branch: Branch, call: tuple[Hashable, int], rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _keys(branch: Branch, call: tuple[Hashable, int]) -> Kept:
+        """The keys and values that a branch above keeps of a call."""
         if call not in branch._kept:
             layer, number = call
             times = f" {number + 1} times" if number else ""
             raise ValueError(f"the path has no keys of layer {layer!r}: a part above did not run it{times}")
-        k, v = branch._kept[call].read
-        return k[:rows], v[:rows]
+        return branch._kept[call]
 
-    def collect(self) -> None:
-        """Adds what a part below has left in the gradients of kept keys and values, in fp32 (fp64 for fp64)."""
-        for layer, kept in self._kept.items():
-            sums = self._gradients.get(layer, (None,) * len(kept.read))
-            self._gradients[layer] = tuple(map(_added, sums, kept.read))
+    def reserve(self) -> None:
+        """Make the sums of gradients of all that is kept, which else are made when the first gradients come."""
+        for kept in self._kept.values():
+            kept.reserve()
 
-    def backward(self, loss: torch.Tensor | None) -> None:
-        """Run the backward from the part's loss (None: it has none) and from the gradients of kept keys and values."""
-        roots, gradients = ([], []) if loss is None else ([loss], [torch.ones_like(loss)])
-        for layer, kept in self._kept.items():
-            for made, gradient in zip(kept.made, self._gradients.get(layer, (None,) * len(kept.made)), strict=True):
-                if made.requires_grad and gradient is not None:
-                    roots.append(made)
-                    gradients.append(gradient.to(made.dtype))
-        self._kept, self._gradients, self._done = {}, {}, True
+    def backward(self, loss: torch.Tensor | None, inputs: Sequence[torch.Tensor] | None = None) -> None:
+        """Run the backward from the part's loss (None: it has none) and from the gradients of kept tensors.
+
+        inputs: the leaves whose gradients are computed, all by default.
+        """
+        roots = [] if loss is None else [(loss, torch.ones_like(loss))]
+        for kept in self._kept.values():
+            roots += kept.roots()
+        self._kept, self._done = {}, True
         if roots:
-            torch.autograd.backward(roots, gradients)
-        for branch in self._above:
-            branch.collect()
-
-
-def _check_loss(value: object, training: bool) -> None:
-    """Raises TypeError or ValueError for what a loss of :func:`walk` must not return."""
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"loss returned a {type(value).__name__}, expected a tensor: the part's share of the loss")
-    if value.numel() != 1:
-        raise ValueError(
-            f"loss returned a tensor of shape {tuple(value.shape)}, expected one number, the part's share of the loss:"
-            " the weighted sum over its tokens"
-        )
-    if training and not value.requires_grad:
-        raise ValueError(
-            "loss returned a tensor without a gradient in a walk that has gradients: compute it of the hidden states,"
-            " not under torch.no_grad and not detached, or walk under torch.no_grad"
-        )
-
-
-def _added(total: torch.Tensor | None, read: torch.Tensor) -> torch.Tensor | None:
-    found, read.grad = read.grad, None
-    if found is None:
-        return total
-    if total is None:
-        return found.to(torch.promote_types(found.dtype, torch.float32))
-    return total.add_(found)
-
-
-def walk(batch: PackedSequences, budget: int, forward: Forward, loss: Loss | None = None) -> torch.Tensor:
-    """Forward and backward of a tree of any size, a part at a time. Under `torch.no_grad` forward alone.
-
-    Gradients arrive in the parameters as from one backward of the whole batch, whose loss is the sum of the parts'.
-
-    Args:
-        batch: the tree, or several.
-        budget: rows of a part. What is held at a time are the rows of the longest path and of one part.
-        forward: of a part: (input_ids [1, t], branch) -> hidden states [1, t, C]. The attention of each layer is
-            `branch.attention(..., layer=...)`, as it is in a transformers model with `dualkv=branch`.
-        loss: of a part: (hidden states, part) -> a scalar, the part's share of the loss. It is called for parts that
-            predict trained tokens. :func:`dualkv.response_logprobs` takes the part in the place of a batch,
-            `part.expand` brings its values to the rollouts, and `part.places` are their places in
-            `torch.cat(batch.unpack(...))`.
-
-    Returns:
-        The sum of the losses, without gradient.
-
-    Raises:
-        ValueError: a budget below 1; a forward whose attention does not use the branch (:meth:`Layout.mark_used` of
-            `branch.layout`); a loss that is not one number, or has no gradient where the walk has them; see
-            :meth:`Branch.attention`.
-        TypeError: another batch; a forward or loss that is not a function; a loss that returns no tensor.
-    """
-    parts = plan_parts(batch, budget)
-    for name, function, form in (("forward", forward, "(input_ids, branch)"), ("loss", loss, "(hidden states, part)")):
-        if not callable(function) and not (function is None and name == "loss"):
-            raise TypeError(f"{name} is a {type(function).__name__}, expected a function of {form}")
-    total: list[torch.Tensor] = []
-    open_trunks: list[tuple[Branch, torch.Tensor | None]] = []
-    training = torch.is_grad_enabled()
-
-    def close() -> None:
-        branch, value = open_trunks.pop()
-        if training:
-            branch.backward(value)
-
-    for part in parts:
-        on_path = {index for index, _ in part.path}
-        while open_trunks and open_trunks[-1][0].part.index not in on_path:
-            close()
-        by_index = {branch.part.index: branch for branch, _ in open_trunks}
-        branch = Branch(part, [by_index[index] for index, _ in part.path])
-        hidden = forward(part.input_ids, branch)
-        check_used(part.seen, "forward returned hidden states", "dualkv=branch")
-        # The batch's layout counts as used for what is computed from the log-probs of all parts. A part that is one
-        # path may run without its layout.
-        batch.layout._segments.use.seen |= part.seen._segments.use.seen
-        value = None
-        if part.num_trained and loss is not None:
-            value = loss(hidden, part)
-            _check_loss(value, training)
-            total.append(value.detach().reshape(()))
-        open_trunks.append((branch, value))
-        del hidden, value
-        if not part.is_trunk:
-            close()
-    while open_trunks:
-        close()
-    return torch.stack(total).sum() if total else torch.zeros((), device=batch.device)
+            tensors, gradients = zip(*roots, strict=True)
+            torch.autograd.backward(tensors, gradients, inputs=inputs)

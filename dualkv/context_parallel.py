@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from dualkv.arrays import check_bool, outside_inference_mode
+from dualkv.arrays import IntArray, check_bool
 from dualkv.context_plan import Stage, rows_of, shares, stages
 from dualkv.layout import Layout
 from dualkv.ops.attention import attention
@@ -43,11 +43,9 @@ class ContextShard(Shard):
         self.shares = shares(self.layout._segments, self.world_size)
 
     @cached_property
-    @outside_inference_mode
-    def order(self) -> torch.Tensor:
-        """The packed rows in the order of the ranks, like :attr:`Shard.order`."""
-        rows = np.concatenate([rows_of(part) for of_rank in self.shares for part in of_rank])
-        return torch.from_numpy(rows).to(self.layout.device)
+    def host_order(self) -> IntArray:
+        """The packed rows in the order of the ranks, like :attr:`Shard.host_order`."""
+        return np.concatenate([rows_of(part) for of_rank in self.shares for part in of_rank])
 
     def gather(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """Gather the rows of all ranks in packed order, like :meth:`Shard.gather`."""

@@ -1,8 +1,7 @@
 """OpenMP's waiting threads sleep in the command line's own process; imported before torch, which loads OpenMP.
 
 Where something else runs too, spinning threads made the demo on two busy cores several times as slow. OpenMP reads its
-environment when it is loaded, and `dualkv ...` and `python -m dualkv` import this package, and with it torch, before
-anything of theirs runs. A program that imports dualkv as a library keeps its environment as it is.
+environment when it is loaded. A program that imports dualkv as a library keeps its environment as it is.
 """
 
 from __future__ import annotations
@@ -19,5 +18,6 @@ def _is_the_command() -> bool:
     return os.path.basename(program) == "dualkv"
 
 
-if _is_the_command():
+IS_THE_COMMAND = _is_the_command()  # `dualkv ...` or `python -m dualkv`, no program that imports dualkv
+if IS_THE_COMMAND:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -14,8 +14,7 @@ import numpy.typing as npt
 import torch
 
 from dualkv.arrays import IntArray, TokenIds, positive, sequence_list, to_host, token_tensor
-
-MAX_TOKEN = 2**32 - 1
+from dualkv.tokens import MAX_TOKEN
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from typing import Any, Self, Unpack
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from dualkv.arrays import outside_inference_mode
+from dualkv.arrays import IntArray, outside_inference_mode
 from dualkv.layout import Layout
 from dualkv.ops import dispatch
 from dualkv.ops.attention import Call, attention, checked
@@ -69,6 +69,12 @@ def _compare(kind: type, layout: Layout, group: dist.ProcessGroup) -> None:
         )
 
 
+def check_heads(name: str, heads: int, ranks: int) -> None:
+    """Raises ValueError for a number of heads that so many ranks cannot share; name: whose heads they are."""
+    if heads % ranks:
+        raise ValueError(f"{name} has {heads} heads, expected a multiple of the {ranks} sequence-parallel ranks")
+
+
 class Shard(PackedRows):
     """This rank's rows of packed groups: rows `[rank * num_tokens, (rank + 1) * num_tokens)`.
 
@@ -116,10 +122,15 @@ class Shard(PackedRows):
         return frozenset(self.layout.offsets[nested[-1] + 1 if len(nested) else 0 :].tolist())
 
     @cached_property
+    def host_order(self) -> IntArray:
+        """[rows of the layout]: the packed rows of all ranks, one rank after another, on the host."""
+        return np.arange(self.layout.num_tokens)
+
+    @cached_property
     @outside_inference_mode
     def order(self) -> torch.Tensor:
-        """[rows of the layout] int64: the packed rows of all ranks, one rank after another."""
-        return torch.arange(self.layout.num_tokens, device=self.layout.device)
+        """[rows of the layout] int64: `host_order` on the layout's device."""
+        return torch.from_numpy(self.host_order).to(self.layout.device)
 
     @cached_property
     @outside_inference_mode
@@ -228,29 +239,55 @@ class Shard(PackedRows):
                 :func:`dualkv.attention` refuses. Before anything is sent.
         """
         call = self._checked(q, k, v, softmax_scale, features)
-        heads, kv_heads = q.shape[1], k.shape[1]
-        if heads % self.world_size:
-            raise ValueError(
-                f"q has {heads} heads, expected a multiple of the {self.world_size} sequence-parallel ranks"
-            )
+        check_heads("q", q.shape[1], self.world_size)
         if self.world_size == 1:
             return attention(q, k, v, self.layout, call.softmax_scale, deterministic, **features)
-        q, k, v = call.q, call.k, call.v
-        # A rank's query heads read consecutive key heads: repeated until every rank gets equally many, each in order.
-        repeats = self.world_size // math.gcd(kv_heads, self.world_size)
-        if repeats > 1:
-            k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-        head_dims = [x.shape[2] for x in (q, k, v)]
-        shares = [x.unflatten(1, (self.world_size, -1)).flatten(2) for x in (q, k, v)]
-        sizes = [x.shape[2] for x in shares]
-        mine = _Exchange.apply(torch.cat(shares, 2).transpose(0, 1), self.group)
-        columns = zip(mine.flatten(0, 1).split(sizes, 1), head_dims, strict=True)
-        q, k, v = (x.unflatten(1, (-1, head_dim)) for x, head_dim in columns)
+        q, k, v = self.to_heads([call.q, call.k, call.v])
         if (sinks := call.features.sinks) is not None:
-            features["sinks"] = sinks.unflatten(0, (self.world_size, -1))[self.rank]
+            features["sinks"] = self.share(sinks)
         out = attention(q, k, v, self.layout, call.softmax_scale, deterministic, **features)
-        back = _Exchange.apply(out.unflatten(0, (self.world_size, -1)), self.group)
+        return self.to_rows(out)
+
+    def to_heads(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Exchange rows for heads, by one all-to-all for each dtype.
+
+        A rank's heads read consecutive heads of tensors that have fewer of them. These are repeated until every rank
+        gets equally many, each in order.
+
+        Args:
+            rows: tensors [num_tokens, H, ...] of this rank's rows. All numbers of heads divide the largest one.
+
+        Returns:
+            Tensors [rows of the layout, heads of this rank, ...]; rows are in the order of :attr:`order`.
+
+        Raises:
+            ValueError: the largest number of heads is no multiple of the ranks.
+        """
+        check_heads("rows", max(x.shape[1] for x in rows), self.world_size)
+        shares = [self._shares(x, 1) for x in rows]  # [t, ranks, h, ...]
+        found: dict[int, torch.Tensor] = {}
+        for dtype in dict.fromkeys(x.dtype for x in shares):
+            chosen = [i for i, x in enumerate(shares) if x.dtype == dtype]
+            parts = [shares[i].flatten(2) for i in chosen]
+            mine = _Exchange.apply(torch.cat(parts, 2).transpose(0, 1), self.group).flatten(0, 1)
+            columns = mine.split([x.shape[2] for x in parts], 1)
+            found.update((i, x.unflatten(1, shares[i].shape[2:])) for i, x in zip(chosen, columns, strict=True))
+        return [found[i] for i in range(len(shares))]
+
+    def to_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Exchange heads for rows, the inverse of :meth:`to_heads`: [rows of the layout, heads of this rank, ...] ->
+        [num_tokens, all heads, ...]."""
+        back: torch.Tensor = _Exchange.apply(x.unflatten(0, (self.world_size, -1)), self.group)
         return back.transpose(0, 1).flatten(1, 2).contiguous()  # a view of one head a rank is not; models call .view
+
+    def share(self, weight: torch.Tensor) -> torch.Tensor:
+        """This rank's heads of a weight [H, ...]. Its gradient is zero for heads of other ranks."""
+        return self._shares(weight, 0)[self.rank]
+
+    def _shares(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """The heads along `dim` as two dimensions: ranks, and the heads of each."""
+        repeats = self.world_size // math.gcd(x.shape[dim], self.world_size)
+        return (x.repeat_interleave(repeats, dim) if repeats > 1 else x).unflatten(dim, (self.world_size, -1))
 
     def _checked(
         self,
@@ -283,6 +320,13 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _Exchange.apply(grad, ctx.group), None
+
+
+def sent(rows: torch.Tensor, to: list[int], of: list[int], group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Send so many rows to each rank, in order. Returns those of the others, so many from each."""
+    received = rows.new_empty(sum(of), *rows.shape[1:])
+    dist.all_to_all_single(received, rows.contiguous(), of, to, group=group)
+    return received
 
 
 class _Gather(torch.autograd.Function):

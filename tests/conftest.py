@@ -35,6 +35,7 @@ FOLDERS = (
         find_spec("openrlhf") is not None,
         "OpenRLHF is not installed here (make test-openrlhf)",
     ),
+    (TESTS / "integrations" / "skyrl", find_spec("skyrl") is not None, "SkyRL is not installed here (make test-skyrl)"),
     (TESTS / "integrations" / "trl", find_spec("trl") is not None, "TRL is not installed here (make test-trl)"),
     (TESTS / "integrations" / "verl", find_spec("verl") is not None, "veRL is not installed here (make test-verl)"),
     (

@@ -14,7 +14,7 @@ ROWS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("cute_kernels/",): ("cute_kernels/abi.py",),
     ("codegen/packages.py", "codegen/surface.py"): (),
     ("codegen/",): ("cute_kernels/abi.py", "codegen/packages.py"),
-    ("dualkv/layout.py", "dualkv/segments.py", "dualkv/arrays.py", "dualkv/prefixes.py"): (
+    ("dualkv/layout.py", "dualkv/segments.py", "dualkv/arrays.py", "dualkv/prefixes.py", "dualkv/tokens.py"): (
         "cute_kernels/abi.py",
         "codegen/packages.py",
     ),
@@ -33,7 +33,9 @@ ROWS: dict[tuple[str, ...], tuple[str, ...]] = {
         "dualkv/packed_rows.py",
         "dualkv/observer.py",
         "dualkv/progress.py",
+        "dualkv/row_costs.py",
         "dualkv/sequence_parallel.py",
+        "dualkv/walks.py",
     ): ("dualkv/data/", "dualkv/ops/"),
     ("dualkv/integrations/",): ("dualkv/grpo.py",),
     ("dualkv/__init__.py", "dualkv/openmp.py"): ("dualkv/integrations/",),
@@ -42,6 +44,7 @@ ROWS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("dualkv/integrations/experts.py",): ("dualkv/integrations/transformers/",),
     ("dualkv/integrations/swift.py",): ("dualkv/integrations/transformers/",),
     ("dualkv/integrations/openrlhf/",): ("dualkv/integrations/transformers/",),
+    ("dualkv/integrations/skyrl/",): ("dualkv/integrations/transformers/",),
     ("dualkv/integrations/trl/",): ("dualkv/integrations/transformers/",),
     ("dualkv/integrations/verl/",): ("dualkv/integrations/transformers/", "dualkv/integrations/megatron/"),
     ("dualkv/bench/",): ("dualkv/__init__.py",),
@@ -49,7 +52,13 @@ ROWS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("dualkv/cli/", "dualkv/__main__.py"): ("dualkv/bench/", "dualkv/demo/"),
     ("tools/",): ("dualkv/cli/", "dualkv/integrations/trl/", "dualkv/integrations/verl/"),
     ("deploy/",): ("dualkv/__init__.py",),
-    ("tests/",): ("tools/", "dualkv/integrations/swift.py", "dualkv/integrations/openrlhf/", "cute_kernels/"),
+    ("tests/",): (
+        "tools/",
+        "dualkv/integrations/swift.py",
+        "dualkv/integrations/openrlhf/",
+        "dualkv/integrations/skyrl/",
+        "cute_kernels/",
+    ),
 }
 FOLDERS = sorted({place.split("/")[0] for row in ROWS for place in row})
 

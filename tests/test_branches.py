@@ -123,24 +123,13 @@ def test_attention_of_parts_is_that_of_the_tree(tree, budget, features):
     wanted = torch.autograd.grad((whole * dout).sum(), leaves)
     found = torch.zeros_like(whole)
 
-    def forward(ids, branch):
-        rows = ids[0]  # the ids of this batch are its rows
-        out = branch.attention(q[rows], k[rows], v[rows], layer="only", **given_)
-        found[rows] = out.detach()
+    for one in dualkv.walk_passes(batch, budget):
+        rows = one.input_ids[0]  # the ids of this batch are its rows
+        with one:
+            out = one.branch.attention(q[rows], k[rows], v[rows], layer="only", **given_)
+            found[rows] = out.detach()
         # Parts without trained tokens have a loss too: it goes through an identity whose gradient is dout.
-        return out[None]
-
-    parts = plan_parts(batch, budget)
-    open_parts = []
-    for part in parts:
-        while open_parts and open_parts[-1][0].part.index not in {i for i, _ in part.path}:
-            branch, out = open_parts.pop()
-            branch.backward((out * dout[torch.from_numpy(branch.part.rows)]).sum())
-        branch = Branch(part, [b for b, _ in open_parts])
-        open_parts.append((branch, forward(part.input_ids, branch)[0]))
-    while open_parts:
-        branch, out = open_parts.pop()
-        branch.backward((out * dout[torch.from_numpy(branch.part.rows)]).sum())
+        one.backward((out * dout[rows]).sum() if one.is_last else None)
     torch.testing.assert_close(found, whole.detach(), rtol=0, atol=1e-12)
     for leaf, want in zip(leaves, wanted, strict=True):
         torch.testing.assert_close(leaf.grad, want, rtol=0, atol=1e-12)
@@ -158,6 +147,7 @@ def test_what_a_branch_refuses():
         below.attention(q, k, v, layer=1)
     with pytest.raises(ValueError, match=f"q has 9 rows, this part has {len(second.rows)}"):
         below.attention(torch.randn(9, 4, 8), k, v, layer=0)
+    below.begin(has_graph=True)
     with torch.no_grad(), pytest.raises(ValueError, match="use_reentrant=False"):
         below.attention(q, k, v, layer=0)
     with pytest.raises(ValueError, match="budget"):
@@ -240,8 +230,12 @@ def test_a_checkpointed_part_keeps_nothing_behind_its_backward():
     first, *_ = plan_parts(dualkv.pack_sequences([[1, 2, 3, 4, 5], [1, 2, 3, 9, 9, 9]]), 3)
     trunk = Branch(first)
     q, k, v = (torch.randn(len(first.rows), h, 8, requires_grad=True) for h in (4, 2, 2))
+    with torch.no_grad():
+        trunk.attention(q, k, v, layer=0)
+    assert trunk.kept_bytes == 2 * k.nbytes + 2 * v.nbytes, "sums have the size of what is kept"
+    trunk.begin(has_graph=True)
+    assert not trunk.kept_bytes, "nothing below reads it any more"
     out = checkpoint(lambda *x: trunk.attention(*x, layer=0).sin(), q, k, v, use_reentrant=False)
-    assert trunk._kept
     trunk.backward(out.sum())
     assert q.grad is not None
     assert not trunk._kept

@@ -32,13 +32,36 @@ def test_import_is_light():
     assert min(float(run[0]) for run in runs) < 0.3, "of the time that torch takes"
 
 
+def test_the_command_line_refuses_a_bad_file_before_torch_is_imported(tmp_path):
+    """Each command that reads rollouts does, from a file and from standard input."""
+    (tmp_path / "torch.py").write_text("raise ImportError('torch is imported')")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    (tmp_path / "bad.jsonl").write_text(
+        '{"prompt": "a", "responses": ["b"], "rewards": [1]}\n\n {"prompt": "a",, "b": 1}\n'
+    )
+    for command, name in (("trees --from", "-"), ("bench --rollouts", "bad.jsonl"), ("demo --rollouts", "bad.jsonl")):
+        done = subprocess.run(
+            [sys.executable, "-m", "dualkv", *command.split(), name], cwd=tmp_path, env=environment, text=True,
+            input=(tmp_path / "bad.jsonl").read_text(), capture_output=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 1
+        assert done.stderr.startswith(f"dualkv: {name}:3: not valid JSON ("), done.stderr
+        assert done.stderr.endswith("at column 17)\n")
+
+
+def test_every_public_name_is_found_where_nothing_is_imported_yet():
+    import dualkv
+
+    for name in dualkv.__all__:
+        assert dualkv.__getattr__(name) is getattr(dualkv, name)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="PyTorch brings GNU OpenMP on Linux alone")
 @pytest.mark.parametrize(
     ("words", "given", "spins"),
     [
-        (["-m", "dualkv", "--version"], {}, "0"),
-        (["SCRIPT", "--version"], {}, "0"),
-        (["-m", "dualkv", "--version"], {"OMP_WAIT_POLICY": "active"}, "30000000000"),
+        (["-m", "dualkv", "trees", "--sources"], {}, "0"),
+        (["SCRIPT", "trees", "--sources"], {"OMP_WAIT_POLICY": "active"}, "30000000000"),
         (["-c", "import dualkv"], {}, "300000"),
     ],
 )

@@ -72,6 +72,7 @@ def run(rank: int, folder: str) -> None:
         said(shard.split, torch.zeros(45)),
         said(shard.split, torch.zeros(40)),
         said(shard.gather, torch.zeros(2, 10), 1),
+        said(shard.to_heads, [torch.zeros(11, 2), torch.zeros(11, 6, 8)]),
     ]
     found["differing"] = differing(rank)
     rows, weights = rows_and_weights()
@@ -79,6 +80,10 @@ def run(rank: int, folder: str) -> None:
     whole = shard.gather(mine.square(), 1)
     (whole * weights).sum().backward()
     found["shared"] = mine.detach(), whole.detach(), mine.grad
+    for kind in KINDS:
+        shard = kind(LAYOUT, dist.group.WORLD)
+        heads = shard.to_heads([shard.split(x) for x in of_heads()])
+        found[kind, "heads"] = heads, shard.to_rows(heads[1]), shard.order, shard.rows
     torch.save(found, f"{folder}/{rank}")
     dist.destroy_process_group()
 
@@ -222,6 +227,13 @@ def rows_and_weights() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(2, 42, generator=generator), torch.randn(2, 44, generator=generator)
 
 
+def of_heads() -> list[torch.Tensor]:
+    """Heads in two dtypes: keys [44, 2, 3] for two of values [44, 8, 5] each, and decays [44, 8]."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {(44, 2, 3): torch.bfloat16, (44, 8, 5): torch.bfloat16, (44, 8): torch.float32}
+    return [torch.randn(shape, generator=generator).to(dtype) for shape, dtype in shapes.items()]
+
+
 def refusal(shard: Shard, q: torch.Tensor, kv: torch.Tensor, **features: torch.Tensor) -> str:
     return said(shard.attention, q, kv, kv, **features)
 
@@ -279,6 +291,7 @@ def test_refusals_name_heads_rows_and_sinks(ranks: list[dict]) -> None:
             "x has 45 rows in dimension 0, expected 44, the layout's, or fewer by rows that pad it",
             "x has 40 rows in dimension 0, expected 44, the layout's, or fewer by rows that pad it",
             "x has 10 rows in dimension 1, each rank of this layout holds 11",
+            "rows has 6 heads, expected a multiple of the 4 sequence-parallel ranks",
         ]
 
 
@@ -292,6 +305,18 @@ def test_rows_are_split_and_gathered(ranks: list[dict]) -> None:
         assert torch.equal(mine, padded_rows[:, here])
         assert torch.equal(whole, padded_rows.square())
         torch.testing.assert_close(gradient, 2 * mine * weights[:, here])
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_each_rank_gets_its_heads_of_all_rows(kind: type[Shard], ranks: list[dict]) -> None:
+    keys, values, decays = of_heads()
+    for rank, found in enumerate(ranks):
+        heads, back, order, rows = found[kind, "heads"]
+        mine = slice(rank * 2, rank * 2 + 2)
+        expected = keys[:, rank // 2, None], values[:, mine], decays[:, mine]
+        for x, y in zip(heads, expected, strict=True):
+            torch.testing.assert_close(x, y[order], rtol=0, atol=0)  # also the dtype
+        assert torch.equal(back, values[rows])
 
 
 def test_one_rank_needs_no_group() -> None:

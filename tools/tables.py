@@ -439,6 +439,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "trace-attention": lambda: trace_rows.attention(_load),
     "trace-verl": lambda: trace_rows.verl(_load),
     "trace-trl": lambda: trace_rows.trl(_load),
+    "trace-trl-async": lambda: trace_rows.trl_async(_load),
     "hybrid": hybrid,
     "compared": compared,
     "peers": peers,

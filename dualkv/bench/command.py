@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,12 +11,13 @@ from rich.table import Column, Table
 from dualkv.bench.show import folded
 from dualkv.bench.sides import SIDES
 from dualkv.bench.workloads import DIRECTIONS, Workload, of_rollouts, parse
+from dualkv.data.files import Source
 
 
 def chosen(
     texts: Sequence[str] | None,
     group: tuple[int | None, int | None, int | None],
-    rollouts: Path | None,
+    rollouts: Source | None,
     tokenizer: str | None,
     budget: int | None,
 ) -> list[Workload]:

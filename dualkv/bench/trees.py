@@ -13,9 +13,11 @@ from rich.table import Table
 from dualkv.bench.show import folded
 from dualkv.bench.traces import FIGURES, KINDS, Trace, parse
 from dualkv.data import breaks
-from dualkv.data.files import Tokenizer, objects, samples
+from dualkv.data.files import Source, Tokenizer, errors_at, name_of, objects, segments
+from dualkv.data.files import sequences as sequences_of
 from dualkv.data.gain import Gain
-from dualkv.data.rollouts import token_ids
+from dualkv.data.memory import Memory, RowCosts
+from dualkv.data.planning import plan_shared
 from dualkv.layout import Layout
 from dualkv.models import CONFIGS
 from dualkv.prefixes import SharedPrefixes, read_sequences
@@ -73,7 +75,7 @@ def prefixes_of(layout: Layout) -> SharedPrefixes:
 
 
 # ---------------------------------------------------------------- a file
-def read(path: str | os.PathLike[str], tokenizer: Tokenizer, min_shared: int = 1, compare_texts: bool = False) -> Found:
+def read(path: Source, tokenizer: Tokenizer, min_shared: int = 1, compare_texts: bool = False) -> Found:
     """The rollouts of a file (:func:`dualkv.data.files.objects`), a group or a rollout a line. Groups have three forms:
 
         {"sequences": [[5, 6, 7, ...], ...], "loss_masks": [[0, 0, 1, ...], ...]}
@@ -87,7 +89,7 @@ def read(path: str | os.PathLike[str], tokenizer: Tokenizer, min_shared: int = 1
     are skipped.
 
     Args:
-        path: the file, UTF-8.
+        path: the file, UTF-8, or what :func:`dualkv.data.files.load` has read.
         tokenizer: for text and messages.
         min_shared: as for :func:`dualkv.pack_sequences`.
         compare_texts: decode tokens, to say whether those that differ stand for equal text.
@@ -96,20 +98,20 @@ def read(path: str | os.PathLike[str], tokenizer: Tokenizer, min_shared: int = 1
         ValueError: the first error, as `file:line: message`.
         OSError: a file that cannot be read.
     """
+    name = name_of(path)
     sequences: list[list[int]] = []
     trees: list[SharedPrefixes] = []
     lines: list[str] = []  # of each sequence
     trained: int | None = 0
     for where, data in objects(path):
-        try:
+        with errors_at(where):
             if "lengths" in data:
-                trees.append(_tree(data))
+                lengths, parent = segments(data)
+                trees.append(prefixes_of(Layout.from_segments(np.append(0, np.cumsum(lengths)), parent)))
                 trained = None
                 continue
-            rows, count = _sequences(data, tokenizer)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{where}: {error}") from None
-        line = where.removeprefix(f"{path}").replace(":", "line ", 1)
+            rows, count = sequences_of(data, tokenizer)
+        line = where.removeprefix(name).replace(":", "line ", 1)
         lines += [f"{line}, sequence {i}" for i in range(len(rows))]
         sequences += rows
         trained = None if trained is None or count is None else trained + count
@@ -120,57 +122,9 @@ def read(path: str | os.PathLike[str], tokenizer: Tokenizer, min_shared: int = 1
         said = breaks.described(found, lines.__getitem__)
         trees.insert(0, shared.at_least(min_shared))
     if not trees:
-        raise ValueError(f"{path}: no rollouts in it, expected one JSON object a line")
+        raise ValueError(f"{name}: no rollouts in it, expected one JSON object a line")
     unit = "bytes" if getattr(tokenizer, "used", False) else "tokens"
-    return Found(os.path.basename(path), _joined(trees), trained, tuple(said), unit)
-
-
-def _tree(data: dict[str, Any]) -> SharedPrefixes:
-    if "parent" not in data:
-        raise ValueError(f"'parent' is missing, found {sorted(data)}")
-    for name in ("lengths", "parent"):
-        if not isinstance(data[name], list) or not all(type(n) is int for n in data[name]):
-            raise ValueError(f"{name!r} must be a list of integers, one a segment")
-    if not data["lengths"]:
-        raise ValueError("'lengths' is empty, expected at least one segment")
-    if min(data["lengths"]) < 1:
-        raise ValueError(f"'lengths' has {min(data['lengths'])}, expected at least 1 token a segment")
-    return prefixes_of(Layout.from_segments(np.append(0, np.cumsum(data["lengths"])), data["parent"]))
-
-
-def _sequences(data: dict[str, Any], tokenizer: Tokenizer) -> tuple[list[list[int]], int | None]:
-    """Token ids of a line's sequences, and how many of them count."""
-    if "sequences" in data:
-        rows = _listed(data, "sequences")
-        rows = [token_ids(f"sequences[{i}]", row, tokenizer).tolist() for i, row in enumerate(rows)]
-        if not all(rows):
-            raise ValueError(f"sequences[{rows.index([])}] is empty, expected at least one token")
-        masks = data.get("loss_masks")
-        if masks is None:
-            return rows, None
-        if not isinstance(masks, list) or list(map(_size, masks)) != list(map(len, rows)):
-            raise ValueError("'loss_masks' must have a list of zeros and ones for each sequence, as long as it")
-        return rows, sum(map(sum, masks))
-    of = next((key for key in ("responses", "completions") if key in data), None)
-    if "prompt" not in data or of is None:
-        found = samples(data, tokenizer)
-        counts = [None if sample.mask is None else sum(sample.mask) for sample in found]
-        return [s.tokens for s in found], None if None in counts else sum(c or 0 for c in counts)
-    prompt = token_ids("prompt", data["prompt"], tokenizer).tolist()
-    if not prompt:
-        raise ValueError("'prompt' is empty, expected at least one token")
-    responses = [token_ids(f"{of}[{i}]", row, tokenizer).tolist() for i, row in enumerate(_listed(data, of))]
-    return [[*prompt, *response] for response in responses], sum(map(len, responses))
-
-
-def _listed(data: dict[str, Any], name: str) -> list[Any]:
-    if not isinstance(data[name], list) or not data[name]:
-        raise ValueError(f"{name!r} must be a list of at least one entry")
-    return list(data[name])
-
-
-def _size(mask: Any) -> int:
-    return len(mask) if isinstance(mask, list) and all(m in (0, 1) for m in mask) else -1
+    return Found(os.path.basename(name), _joined(trees), trained, tuple(said), unit)
 
 
 def _joined(parts: list[SharedPrefixes]) -> SharedPrefixes:
@@ -218,6 +172,24 @@ def flops(model: str, rows: int, pairs: int, head_rows: int) -> float:
     return 6.0 * weights * rows + of_pairs + 6.0 * c["vocab_size"] * hidden * head_rows
 
 
+def row_costs(model: str) -> RowCosts:
+    """Estimate what a row of a named model takes, in bf16 with transformers' own layers, from the sizes of a layer.
+
+    The factors were fitted to :func:`dualkv.measure_rows` of small Qwen3 models. Every layer counts as attention.
+    """
+    c = CONFIGS[model]
+    hidden, heads, kv_heads, layers = (
+        c[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")
+    )
+    head_dim = c.get("head_dim", hidden // heads)
+    mlp = c.get("moe_intermediate_size", c["intermediate_size"]) * c.get("num_experts_per_tok", 1)
+    q, kv = heads * head_dim, kv_heads * head_dim
+    graph = 17 * hidden + 8 * mlp + 10 * (q + kv)
+    recomputed = 20 * hidden + 12 * mlp + 10.5 * (q + kv)
+    pairs = (2 * hidden * (q + kv) + 3 * hidden * mlp) / (2 * q)
+    return RowCosts(layers * 12 * kv, 12 * q + 8 * kv, layers * graph, 2 * layers * hidden + recomputed, pairs)
+
+
 @dataclass(frozen=True)
 class Summary:
     """Attributes:
@@ -227,6 +199,7 @@ class Summary:
     depth: levels of the deepest tree. segments: their number; shortest, median, longest: tokens of them.
     flop_ratio: of an update of `model`, replicated over packed.
     saved, pays, verdict: by :mod:`dualkv.data.gain`, whatever the model.
+    plan: what :func:`dualkv.plan_in_memory` says of the rollouts in a limit of memory; "" without one.
     breaks, unit: as of :class:`Found`.
     """
 
@@ -247,9 +220,11 @@ class Summary:
     verdict: str
     breaks: tuple[str, ...]
     unit: str = "tokens"
+    plan: str = ""
 
     @classmethod
-    def of(cls, found: Found, model: str) -> Summary:
+    def of(cls, found: Found, model: str, gib: float | None = None) -> Summary:
+        """gib: the limit of memory."""
         if model not in CONFIGS:
             raise ValueError(f"model is {model!r}, expected one of {', '.join(CONFIGS)}")
         tree, gain = found.shared.tree(), Gain.of(found.shared)
@@ -260,12 +235,13 @@ class Summary:
             if found.trained is None
             else (found.trained, min(found.trained, gain.rows))
         )
+        plan = "" if gib is None else str(plan_shared(found.shared, Memory(gib * 2**30, row_costs(model))))
         before = flops(model, gain.replicated_rows, gain.replicated_pairs, head[0])
         after = flops(model, gain.rows, gain.pairs, head[1])
         return cls(
             found.name, len(found.shared), gain.replicated_rows, gain.rows, gain.ratio, layout.depth, len(tree.length),
             int(tree.length.min()), float(np.median(tree.length)), int(tree.length.max()), model, before / after,
-            gain.saved, gain.pays, str(gain), found.breaks, found.unit,
+            gain.saved, gain.pays, str(gain), found.breaks, found.unit, plan,
         )  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 
 from codegen.tiles import kernel_head_dims
 from dualkv.bench import traces
+from dualkv.data.files import Source, name_of
 from dualkv.data.microbatch import plan_micro_batches
 from dualkv.data.rollouts import load_tokenizer, read_rollouts
 from dualkv.layout import Layout
@@ -326,7 +326,7 @@ def of_layout(name: str, layout: Layout) -> Workload:
     return Workload(name, tuple(layout.prompt_lens), tuple(map(tuple, layout.response_lens)), parent=parent)
 
 
-def of_rollouts(path: Path, tokenizer: str | None = None, budget: int | None = None) -> list[Workload]:
+def of_rollouts(path: Source, tokenizer: str | None = None, budget: int | None = None) -> list[Workload]:
     """The groups of a rollouts file: one workload, or one for each micro-batch of at most `budget` packed tokens.
 
     Args:
@@ -340,8 +340,8 @@ def of_rollouts(path: Path, tokenizer: str | None = None, budget: int | None = N
         OSError: a file that cannot be read.
     """
     encoder = load_tokenizer(tokenizer)
-    rollouts = read_rollouts(path, encoder, sys.maxsize, rewards=False)
-    name = f"{path.name} (bytes)" if getattr(encoder, "used", False) else path.name
+    rollouts = read_rollouts(path, encoder, None, rewards=False)
+    name = os.path.basename(name_of(path)) + " (bytes)" * getattr(encoder, "used", False)
     prompt_lens = [len(prompt) for prompt in rollouts.prompts]
     response_lens = [[len(response) for response in group] for group in rollouts.responses]
     if budget is None:

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +20,7 @@ import dualkv
 from codegen import KernelError, packages
 from codegen.select import NAMES
 from dualkv.cli.output import check_folder, check_plot, console_of, tracked, write_json
+from dualkv.data import files
 from dualkv.demo.settings import ON_CUDA, DemoSettings
 
 app = typer.Typer(
@@ -48,12 +50,11 @@ def options(
 
 
 INTERRUPTED = 130  # 128 + SIGINT
-DEFAULT = DemoSettings()
 SETTINGS = {field.name for field in dataclasses.fields(DemoSettings)}
 
 
 def _default(name: str) -> str:
-    return f" Default: {getattr(DEFAULT, name)}, on a GPU {ON_CUDA[name]}."
+    return f" Default: {getattr(DemoSettings, name)}, on a GPU {ON_CUDA[name]}."
 
 
 DEBUG_HELP = "Show the Python traceback of a failure."
@@ -78,45 +79,47 @@ def demo(
             '{"sequences", "loss_masks", "rewards"}, token ids and as many 0 and 1; or a rollout a line, as for'
             " `dualkv trees`, with a reward. Default: sampled live."
         ),
-    ] = DEFAULT.rollouts,
+    ] = DemoSettings.rollouts,
     tokenizer: Annotated[
         str | None, typer.Option(help="Local folder of a Hugging Face tokenizer. Default: bytes.")
-    ] = DEFAULT.tokenizer,
-    algorithm: Annotated[str, typer.Option(help="grpo or dapo.")] = DEFAULT.algorithm,
+    ] = DemoSettings.tokenizer,
+    algorithm: Annotated[str, typer.Option(help="grpo or dapo.")] = DemoSettings.algorithm,
     clip_low: Annotated[
         float | None, typer.Option(help="Clip range below 1. Default: the algorithm's.")
-    ] = DEFAULT.clip_low,
+    ] = DemoSettings.clip_low,
     clip_high: Annotated[
         float | None, typer.Option(help="Clip range above 1. Default: the algorithm's.")
-    ] = DEFAULT.clip_high,
+    ] = DemoSettings.clip_high,
     kl_coef: Annotated[
         float | None, typer.Option(help="Weight of the KL term. Default: the algorithm's.")
-    ] = DEFAULT.kl_coef,
+    ] = DemoSettings.kl_coef,
     steps: Annotated[int | None, typer.Option(help="Optimizer updates." + _default("steps"))] = None,
-    learning_rate: Annotated[float, typer.Option(help="Of AdamW.")] = DEFAULT.learning_rate,
-    groups: Annotated[int, typer.Option(help="Live rollouts: prompts of an update.")] = DEFAULT.groups,
+    learning_rate: Annotated[float, typer.Option(help="Of AdamW.")] = DemoSettings.learning_rate,
+    groups: Annotated[int, typer.Option(help="Live rollouts: prompts of an update.")] = DemoSettings.groups,
     prompt_len: Annotated[
         int | None, typer.Option(help="Live rollouts: tokens of a prompt." + _default("prompt_len"))
     ] = None,
-    responses: Annotated[int, typer.Option(help="Live rollouts: responses to each prompt.")] = DEFAULT.responses,
-    response_len: Annotated[int, typer.Option(help="Live rollouts: most tokens of a response.")] = DEFAULT.response_len,
+    responses: Annotated[int, typer.Option(help="Live rollouts: responses to each prompt.")] = DemoSettings.responses,
+    response_len: Annotated[
+        int, typer.Option(help="Live rollouts: most tokens of a response.")
+    ] = DemoSettings.response_len,
     turns: Annotated[
         int, typer.Option(help="Live rollouts: turns of --response-len tokens, branching at each; compares trees too.")
-    ] = DEFAULT.turns,
+    ] = DemoSettings.turns,
     budget: Annotated[
         int | None,
         typer.Option(help="Tokens of a micro-batch, both ways. Default: the largest group with its prompt replicated."),
-    ] = DEFAULT.budget,
+    ] = DemoSettings.budget,
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16, float16 or float64." + _default("dtype"))
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, ... Default: cuda where there is one.")
-    ] = DEFAULT.device,
-    seed: Annotated[int, typer.Option(help="Of weights, prompts and samples.")] = DEFAULT.seed,
+    ] = DemoSettings.device,
+    seed: Annotated[int, typer.Option(help="Of weights, prompts and samples.")] = DemoSettings.seed,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="Deterministic algorithms only.")
-    ] = DEFAULT.deterministic,
+    ] = DemoSettings.deterministic,
     gradient_checkpointing: Annotated[
         bool | None,
         typer.Option(
@@ -126,30 +129,32 @@ def demo(
     ] = None,
     fast: Annotated[
         bool, typer.Option("--fast", help="Packed ways: fuse what surrounds attention, keep what memory allows.")
-    ] = DEFAULT.fast,
+    ] = DemoSettings.fast,
     memory: Annotated[
         float | None, typer.Option(help="With --fast: GiB of the GPU that tensors may take. Default: 0.9 of it.")
-    ] = DEFAULT.memory,
+    ] = DemoSettings.memory,
     check: Annotated[
         bool | None,
         typer.Option("--check/--no-check", help="Compare both ways with a wider dtype. Default: in half precision."),
-    ] = DEFAULT.check,
+    ] = DemoSettings.check,
     json_to: JsonOption = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw reward, time and memory.")] = None,
     debug: DebugOption = False,
 ) -> None:
     """GRPO updates of a language model both ways, prompts replicated and packed: same numbers, tokens, time, memory.
     Rollouts of several turns are packed a third way too, as trees."""
-    settings = DemoSettings.given(**{name: value for name, value in locals().items() if name in SETTINGS})
+    given = {name: value for name, value in locals().items() if name in SETTINGS}
     console = console_of(json_to)
     if plot is not None:
         check_plot(plot)
+    file = files.load(rollouts, files.group_or_samples) if rollouts is not None else None
+    settings = DemoSettings.given(**given)  # from here on with torch
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     with tracked(console, "loading the model") as track:
         from dualkv.demo.run import run_demo  # transformers takes seconds
 
-        result = run_demo(settings, track)
+        result = run_demo(settings, track, file)
     from dualkv.demo import report
 
     console.print(report.render(result))
@@ -315,22 +320,25 @@ def bench(
     debug: DebugOption = False,
 ) -> None:
     """This GPU's attention against its peers, forward and backward: a table, JSON, Markdown, a plot."""
-    from dualkv.bench import command, run, show
-    from dualkv.bench.workloads import NAMED
-
-    groups = command.chosen(workload, (prompt_len, responses, response_len), rollouts, tokenizer, budget)
-    groups = groups or list(NAMED.values())[: None if listing else 1]
-    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "head_dim_v": head_dim_v, "dtype": dtype}
-    workloads = [w.with_shape(**shape) for w in groups]
-    directions, sides = command.directions(direction), command.sides(side)
     console = console_of(json_to)
-    if listing:
-        console.print(command.listing(workloads))
-        return
     if plot is not None:
         check_plot(plot)
     if markdown is not None:
         check_folder(markdown)
+    file = None
+    if rollouts is not None:
+        file = files.load(rollouts, partial(files.group_or_samples, rewards=False))
+    from dualkv.bench import command, run, show
+    from dualkv.bench.workloads import NAMED
+
+    groups = command.chosen(workload, (prompt_len, responses, response_len), file, tokenizer, budget)
+    groups = groups or list(NAMED.values())[: None if listing else 1]
+    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "head_dim_v": head_dim_v, "dtype": dtype}
+    workloads = [w.with_shape(**shape) for w in groups]
+    directions, sides = command.directions(direction), command.sides(side)
+    if listing:
+        console.print(command.listing(workloads))
+        return
     command.check_gpu()
     report: dict[str, Any] = {}
     with tracked(Console(stderr=True)) as track:
@@ -351,7 +359,7 @@ def bench(
 
 @app.command()
 def trees(
-    of: Annotated[
+    rollouts: Annotated[
         list[Path] | None,
         typer.Option(
             "--from",
@@ -367,6 +375,12 @@ def trees(
     ] = None,
     model: Annotated[str, typer.Option(help="FLOP are of an update of this model, by name.")] = "qwen3-8b",
     min_shared: Annotated[int, typer.Option(min=1, help="Of files: shared parts below so many tokens repeat.")] = 1,
+    memory: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GIB", help="Plan micro-batches of the model in so much memory, beside weights and gradients."
+        ),
+    ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="For text: local folder of a Hugging Face tokenizer. Default: bytes.")
     ] = None,
@@ -377,23 +391,27 @@ def trees(
     debug: DebugOption = False,
 ) -> None:
     """Show what packing saves on rollouts before training: tokens, share ratio, depth, FLOP, and whether it pays."""
+    console = console_of(json_to)
+    given = [files.load(path, files.sequences_or_segments) for path in rollouts or ()]
+    from dualkv.arrays import check_gib
     from dualkv.bench import trees as saved
     from dualkv.data.rollouts import load_tokenizer
 
-    console = console_of(json_to)
+    if memory is not None:
+        check_gib("--memory", memory)
     if sources:
         console.print(saved.sources())
         return
     texts = tokenizer is not None
-    found = [saved.read(path, load_tokenizer(tokenizer), min_shared, texts) for path in of or ()]
+    found = [saved.read(file, load_tokenizer(tokenizer), min_shared, texts) for file in given]
     if len({one.name for one in found}) < len(found):  # of several folders
-        found = [dataclasses.replace(one, name=str(path)) for one, path in zip(found, of or (), strict=True)]
-    found += saved.drawn(trace or ([] if of else saved.ALL))
-    summaries = [saved.Summary.of(one, model) for one in found]
+        found = [dataclasses.replace(one, name=file.name) for one, file in zip(found, given, strict=True)]
+    found += saved.drawn(trace or ([] if given else saved.ALL))
+    summaries = [saved.Summary.of(one, model, memory) for one in found]
     console.print(saved.table(summaries))
     for summary in summaries:
-        counted = ["text without --tokenizer: bytes are counted, not tokens"] * (summary.unit == "bytes")
-        for sentence in (*counted, summary.verdict, *summary.breaks):
+        counted = [files.BYTES] * (summary.unit == "bytes")
+        for sentence in (*counted, summary.verdict, *([summary.plan] if summary.plan else []), *summary.breaks):
             console.print(f"{summary.name}: {sentence}", markup=False, highlight=False, soft_wrap=True)
     write_json({"rollouts": [summary.as_dict() for summary in summaries]}, json_to)
 

@@ -1,7 +1,10 @@
 """Files of rollouts as tools write them: lines of JSON, one rollout or one group each, or one JSON document.
 
+Nothing here imports torch: a command line with a bad file ends at once.
+
 :func:`samples` knows forms of one rollout by their keys. Token ids with masks: veRL's agent loop, verifiers, prime-rl.
-Text: veRL's `rollout_data_dir`, prompts with completions. Messages: OpenAI's, TRL's, ART's, SWE-agent's.
+Text: veRL's `rollout_data_dir`, prompts with completions. Messages: OpenAI's, TRL's, ART's, SWE-agent's. Trees of ids
+or messages: verifiers' traces.
 """
 
 from __future__ import annotations
@@ -11,19 +14,21 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from dualkv.prefixes import MAX_TOKEN
+from dualkv.tokens import MAX_TOKEN
 
 Message = dict[str, Any]
+BYTES = "text without --tokenizer: bytes are counted, not tokens"
 POLICY = ("assistant", "ai", "model")  # roles of messages that the policy wrote
 MESSAGES = ("messages", "messages_and_choices", "history", "trajectory")  # keys of a whole conversation
 FORMS = (
     "'sequences', 'prompt' with 'responses', 'completions' or 'completion', 'prompt_ids', 'input_ids', 'input' and"
-    f" 'output', {', '.join(map(repr, MESSAGES))} or 'trajectories'"
+    f" 'output', {', '.join(map(repr, MESSAGES))}, 'trajectories' or 'traces'"
 )
 
 
@@ -42,6 +47,34 @@ class Tokenizer(Protocol):
         ...
 
 
+class ByteTokenizer:
+    """Token ids 0 to 255 are the bytes of UTF-8, and 256 ends a text. Needs no files.
+
+    Attributes:
+        used: whether text was encoded, so that what is counted are bytes.
+    """
+
+    vocab_size = 257
+    eos_id: int | None = 256
+    used = False
+
+    def encode(self, text: str) -> list[int]:
+        self.used = True
+        return list(text.encode("utf-8", errors="surrogatepass"))  # JSON can carry half of a surrogate pair
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some ids. Invalid UTF-8 becomes U+FFFD; the end of text is skipped."""
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+    def render(self, messages: list[Message], tools: Any = None, reply: bool = False) -> list[int]:
+        """A line with the role and one with the text and tool calls, for each message."""
+        lines = [json.dumps(tools)] if tools else []
+        for message in messages:
+            calls = json.dumps(message["tool_calls"]) if message.get("tool_calls") else ""
+            lines += [f"<{message['role']}>", message["content"] + calls]
+        return self.encode("".join(f"{line}\n" for line in lines + ["<assistant>"] * reply))
+
+
 class Sample(NamedTuple):
     """A rollout.
 
@@ -56,19 +89,89 @@ class Sample(NamedTuple):
     reward: float | None
 
 
+class Group(NamedTuple):
+    """Rollouts of one prompt.
+
+    Attributes:
+        prompt: token ids, at least one.
+        responses: token ids of each; may be empty.
+        rewards: one a response.
+        masks: 1 for tokens of responses that count; None: all do.
+    """
+
+    prompt: list[int]
+    responses: list[list[int]]
+    rewards: list[float]
+    masks: list[list[int]] | None
+
+
 # ---------------------------------------------------------------- lines and documents
-def objects(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+class File(NamedTuple):
+    """A file of rollouts that :func:`load` has read: as the functions that take a path take it, too.
+
+    Attributes:
+        name: the path, or `-`.
+        objects: of :func:`objects`.
+    """
+
+    name: str
+    objects: list[tuple[str, dict[str, Any]]]
+
+
+Source = str | os.PathLike[str] | File
+
+
+def name_of(path: Source) -> str:
+    """The path of a file, or `-`."""
+    return path.name if isinstance(path, File) else os.fspath(path)
+
+
+def load(path: str | os.PathLike[str], parse: Callable[[dict[str, Any], Tokenizer], object]) -> File:
+    """A file whose errors come now, before anything is imported that takes seconds.
+
+    Args:
+        path: of :func:`objects`.
+        parse: what will read its objects later; text is checked as bytes.
+
+    Raises:
+        ValueError: the first error, as `file:line: message`.
+        OSError: a file that cannot be read.
+    """
+    file, tokenizer = File(name_of(path), []), ByteTokenizer()
+    for where, data in objects(path):
+        with errors_at(where):
+            parse(data, tokenizer)
+        file.objects.append((where, data))
+    if not file.objects:
+        raise ValueError(f"{file.name}: no rollouts in it, expected one JSON object a line")
+    return file
+
+
+@contextmanager
+def errors_at(where: str) -> Iterator[None]:
+    """Put a place of a file before the message of a ValueError or a TypeError."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def objects(path: Source) -> Iterator[tuple[str, dict[str, Any]]]:
     """The JSON objects of a file, each with the place `file:line`.
 
     Args:
         path: JSON lines, whose blank lines are skipped; a JSON document, an object or a list of them (`.json`, `.traj`,
-            or a first line that is a lone bracket); either of them compressed (`.gz`); `-` for standard input; a folder
-            of `.traj` files, as SWE-agent leaves them.
+            or a first line that is a lone bracket); either of them compressed (`.gz`); `-` for standard input; rows of
+            Parquet (`.parquet`, which takes pyarrow); a folder of `.traj` files, as SWE-agent leaves them; or what
+            :func:`load` has read.
 
     Raises:
         ValueError: not JSON, not UTF-8, or no object, as `file:line: message`; a folder without such files.
         OSError: a file that cannot be read.
     """
+    if isinstance(path, File):
+        yield from path.objects
+        return
     if os.path.isdir(path):
         found = sorted(Path(path).rglob("*.traj"))
         if not found:
@@ -77,22 +180,42 @@ def objects(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, Any]]
             yield from objects(each)
         return
     name = os.fspath(path)
+    if name.endswith(".parquet"):
+        yield from _rows(name)
+        return
     with ExitStack() as stack:
         opened = gzip.open if name.endswith(".gz") else open
         file = sys.stdin.buffer if name == "-" else stack.enter_context(opened(name, "rb"))
         document = name.removesuffix(".gz").endswith((".json", ".traj"))
         begins = True
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(_lines(name, file), start=1):
             if not line.strip():
                 continue
             if document or (begins and line.strip() in (b"{", b"[")):
-                yield from _document(name, b"\n" * (number - 1) + line + file.read())
+                yield from _document(name, b"\n" * (number - 1) + line + b"".join(_lines(name, file)))
                 return
             begins = False
-            try:
-                yield f"{name}:{number}", of_line(line)
-            except ValueError as error:
-                raise ValueError(f"{name}:{number}: {error}") from None
+            with errors_at(f"{name}:{number}"):
+                data = of_line(line)
+            yield f"{name}:{number}", data
+
+
+def _lines(name: str, file: Iterable[bytes]) -> Iterator[bytes]:
+    try:
+        yield from file
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{name}: not a whole file of gzip ({error})") from None
+
+
+def _rows(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    from pyarrow import ArrowException, parquet
+
+    try:
+        rows = parquet.read_table(name).to_pylist()
+    except ArrowException as error:
+        raise ValueError(f"{name}: not Parquet ({' '.join(str(error).split())})") from None
+    for i, row in enumerate(rows):
+        yield f"{name}[{i}]", {key: value for key, value in row.items() if value is not None}
 
 
 def _document(name: str, text: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -101,7 +224,8 @@ def _document(name: str, text: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
     except json.JSONDecodeError as error:
         raise ValueError(f"{name}:{error.lineno}: not valid JSON ({error.msg} at column {error.colno})") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{name}: not UTF-8 (byte {error.start})") from None
+        above, line = text[: error.start].count(b"\n"), text[: error.start].rpartition(b"\n")[2]
+        raise ValueError(f"{name}:{above + 1}: not UTF-8 (byte {len(line)} of the line)") from None
     several = isinstance(data, list)
     for i, each in enumerate(data if several else [data]):
         where = f"{name}[{i}]" if several else name
@@ -128,8 +252,155 @@ def of_line(line: bytes) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- rollouts
+def group_or_samples(
+    data: dict[str, Any], tokenizer: Tokenizer, vocab_size: int | None = None, rewards: bool = True
+) -> Group | list[Sample]:
+    """An object of a group, or the rollouts of another one: see :func:`dualkv.data.rollouts.read_rollouts`.
+
+    Raises:
+        ValueError: a form that is not known, or wrong values; the message names the key.
+    """
+    if {"sequences", "responses", "completions", "rewards"} & data.keys():
+        return _group(data, tokenizer, vocab_size, rewards)
+    found = samples(data, tokenizer, vocab_size)
+    for sample in found:
+        if sample.mask is None:
+            raise ValueError(
+                "which tokens count is not known, expected a mask of them, or a chat template that writes earlier"
+                " messages as it writes last ones"
+            )
+        if sample.reward is None and rewards:
+            raise ValueError("'reward' (or 'score') is missing")
+        if not sample.mask or sample.mask[0]:
+            raise ValueError("the first token counts, expected a prompt before it")
+    return found
+
+
+def _group(data: dict[str, Any], tokenizer: Tokenizer, vocab_size: int | None, needs_rewards: bool) -> Group:
+    of = next((key for key in ("sequences", "completions") if key in data), "responses")
+    if not needs_rewards and isinstance(data.get(of), list):
+        data = {"rewards": [0.0] * len(data[of]), **data}
+    for key in ("sequences", "loss_masks", "rewards") if of == "sequences" else ("prompt", of, "rewards"):
+        if key not in data:
+            raise ValueError(f"{key!r} is missing, found {sorted(data)}")
+    rewards = _rewards(data, of)
+    if of == "sequences":
+        return _turns(data["sequences"], data["loss_masks"], rewards, vocab_size)
+    prompt = _text_or_ids("prompt", data["prompt"], tokenizer, vocab_size)
+    if not prompt:
+        raise ValueError("'prompt' is empty, expected at least one token")
+    responses = [_text_or_ids(f"{of}[{i}]", r, tokenizer, vocab_size) for i, r in enumerate(data[of])]
+    return Group(prompt, responses, rewards, None)
+
+
+def _rewards(data: dict[str, Any], of: str) -> list[float]:
+    """One finite number for each entry of `data[of]`, which is a list and not empty."""
+    for key in (of, "rewards"):
+        if not isinstance(data[key], list):
+            raise ValueError(f"{key!r} must be a list, got {kind(data[key])}")
+    one = of.removesuffix("s")
+    if not data[of]:
+        raise ValueError(f"{of!r} is empty, expected at least one {one}")
+    if len(data["rewards"]) != len(data[of]):
+        raise ValueError(f"{len(data['rewards'])} rewards for {len(data[of])} {of}, expected one a {one}")
+    for i, reward in enumerate(data["rewards"]):
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+            raise ValueError(f"rewards[{i}] is {json.dumps(reward)}, expected a finite number")
+    return [float(reward) for reward in data["rewards"]]
+
+
+def _turns(listed: list[Any], loss_masks: Any, rewards: list[float], vocab_size: int | None) -> Group:
+    """The group of some whole sequences, divided into the prompt that they share and their responses."""
+    if not isinstance(loss_masks, list) or len(loss_masks) != len(listed):
+        found = f"{len(loss_masks)} masks" if isinstance(loss_masks, list) else kind(loss_masks)
+        raise ValueError(f"'loss_masks' must be a list of {len(listed)} masks, one a sequence, got {found}")
+    for i, (ids, mask) in enumerate(zip(listed, loss_masks, strict=True)):
+        if not isinstance(ids, list):
+            raise ValueError(f"'sequences[{i}]' must be a list of token ids, got {kind(ids)}")
+        check_ids(f"sequences[{i}]", ids, vocab_size)
+        if not isinstance(mask, list) or len(mask) != len(ids) or any(m not in (0, 1) for m in mask):
+            raise ValueError(f"'loss_masks[{i}]' must be a list of {len(ids)} values 0 or 1, one a token")
+        if not ids or mask[0]:
+            raise ValueError(f"sequences[{i}] begins with a token that counts, expected a prompt before it")
+    shared = min(mask.index(1) if 1 in mask else len(mask) for mask in loss_masks)
+    first = listed[0][:shared]
+    for i, ids in enumerate(listed):
+        first = first[: next((at for at, (a, b) in enumerate(zip(first, ids, strict=False)) if a != b), len(ids))]
+        if not first:
+            raise ValueError(f"sequences[0] and sequences[{i}] differ in their first token, expected one prompt")
+    cut = len(first)
+    return Group(first, [ids[cut:] for ids in listed], rewards, [[int(m) for m in mask[cut:]] for mask in loss_masks])
+
+
+def sequences(data: dict[str, Any], tokenizer: Tokenizer) -> tuple[list[list[int]], int | None]:
+    """The token ids of an object's sequences, and how many tokens count; None where that is not known.
+
+    Raises:
+        ValueError: a form that is not known, or wrong values; the message names the key.
+    """
+    if "sequences" in data:
+        rows = [_text_or_ids(f"sequences[{i}]", row, tokenizer, None) for i, row in enumerate(_full(data, "sequences"))]
+        if not all(rows):
+            raise ValueError(f"sequences[{rows.index([])}] is empty, expected at least one token")
+        masks = data.get("loss_masks")
+        if masks is None:
+            return rows, None
+        if not isinstance(masks, list) or list(map(_size, masks)) != list(map(len, rows)):
+            raise ValueError("'loss_masks' must have a list of zeros and ones for each sequence, as long as it")
+        return rows, sum(map(sum, masks))
+    of = next((key for key in ("responses", "completions") if key in data), None)
+    if "prompt" not in data or of is None:
+        found = samples(data, tokenizer)
+        counts = [None if sample.mask is None else sum(sample.mask) for sample in found]
+        return [s.tokens for s in found], None if None in counts else sum(c or 0 for c in counts)
+    prompt = _text_or_ids("prompt", data["prompt"], tokenizer, None)
+    if not prompt:
+        raise ValueError("'prompt' is empty, expected at least one token")
+    responses = [_text_or_ids(f"{of}[{i}]", row, tokenizer, None) for i, row in enumerate(_full(data, of))]
+    return [[*prompt, *response] for response in responses], sum(map(len, responses))
+
+
+def segments(data: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """The lengths of a tree's segments, and the segment that each one continues.
+
+    Raises:
+        ValueError: no such lists; the message names the key.
+    """
+    if "parent" not in data:
+        raise ValueError(f"'parent' is missing, found {sorted(data)}")
+    for name in ("lengths", "parent"):
+        if not isinstance(data[name], list) or not all(type(n) is int for n in data[name]):
+            raise ValueError(f"{name!r} must be a list of integers, one a segment")
+    lengths, parent = data["lengths"], data["parent"]
+    if not lengths:
+        raise ValueError("'lengths' is empty, expected at least one segment")
+    if min(lengths) < 1:
+        raise ValueError(f"'lengths' has {min(lengths)}, expected at least 1 token a segment")
+    if len(parent) != len(lengths):
+        raise ValueError(f"'parent' has {len(parent)} entries for {len(lengths)} segments in 'lengths'")
+    for i, up in enumerate(parent):
+        if not -1 <= up < i:
+            raise ValueError(f"parent[{i}] is {up}, expected an earlier segment, or -1 for a prompt")
+    return lengths, parent
+
+
+def sequences_or_segments(data: dict[str, Any], tokenizer: Tokenizer) -> object:
+    """An object as `dualkv trees` takes it."""
+    return segments(data) if "lengths" in data else sequences(data, tokenizer)
+
+
+def _full(data: dict[str, Any], name: str) -> list[Any]:
+    if not isinstance(data[name], list) or not data[name]:
+        raise ValueError(f"{name!r} must be a list of at least one entry")
+    return list(data[name])
+
+
+def _size(mask: Any) -> int:
+    return len(mask) if isinstance(mask, list) and all(m in (0, 1) for m in mask) else -1
+
+
 def samples(data: dict[str, Any], tokenizer: Tokenizer, vocab_size: int | None = None) -> list[Sample]:
-    """The rollouts of an object that has one rollout, or ART's group of them.
+    """The rollouts of an object that has one rollout, ART's group of them, or verifiers' traces of an episode.
 
     Args:
         data: of :func:`objects`.
@@ -141,13 +412,18 @@ def samples(data: dict[str, Any], tokenizer: Tokenizer, vocab_size: int | None =
     """
     if "trajectories" in data:
         return [s for each in _list(data, "trajectories") for s in samples(each, tokenizer, vocab_size)]
+    if "traces" in data:
+        traces = _list(data, "traces") if data["traces"] else []  # none of an episode that failed
+        trained = [x for x in traces if x.get("nodes") and (x.get("agent") or {}).get("trainable", True)]
+        return [s for each in trained for s in _trace(each, tokenizer, vocab_size)]
     reward = _reward(data)
     prompt = next((key for key in ("prompt_ids", "input", "prompt") if key in data), None)
     if (whole := next((key for key in MESSAGES if key in data and _are_messages(data[key])), None)) is not None:
         messages = [_message(f"{whole}[{i}]", each) for i, each in enumerate(data[whole])]
-        chosen = [isinstance(each.get("message"), dict) for each in data[whole]]  # ART's choices, which are trained
+        # ART trains choices. In its Parquet they are marked.
+        chosen = [isinstance(each.get("message"), dict) or each.get("trainable") is True for each in data[whole]]
         own = chosen if any(chosen) else [m["role"] in POLICY for m in messages]
-        return [_conversation(messages, own, data.get("tools"), tokenizer, vocab_size, reward)]
+        return [_conversation(messages, own, _parsed(data.get("tools")), tokenizer, vocab_size, reward)]
     if "input_ids" in data:
         ids = check_ids("input_ids", data["input_ids"], vocab_size)
         return [Sample(ids, _mask(data, ("loss_mask", "assistant_masks"), len(ids)), reward)]
@@ -164,6 +440,42 @@ def samples(data: dict[str, Any], tokenizer: Tokenizer, vocab_size: int | None =
         raise ValueError(f"{prompt!r} is empty, expected at least one token")
     mask = _mask(data, ("completion_mask", "response_mask"), len(then))
     return [Sample(first + then, [0] * len(first) + (mask or [1] * len(then)), reward)]
+
+
+def _trace(data: dict[str, Any], tokenizer: Tokenizer, vocab_size: int | None) -> list[Sample]:
+    """The branches of a trace: its nodes are messages with the tokens that each adds behind its parent's.
+
+    Attempts to compact the history that the agent did not go on from are none of its training samples.
+    """
+    nodes, scores = _list(data, "nodes"), [x for x in (data.get("rewards") or {}).values() if isinstance(x, dict)]
+    reward = sum(_number("score", x.get("score")) * x.get("weight", 1.0) for x in scores) if scores else None
+    links = [[(x.get("type"), x.get("node")) for x in node.get("semantic_parents") or ()] for node in nodes]
+    parents: list[int | None] = [node.get("parent") for node in nodes]
+    for i, up in enumerate(parents):
+        if up is not None and not (isinstance(up, int) and 0 <= up < i):
+            raise ValueError(f"'parent' of nodes[{i}] is {json.dumps(up)}, expected an earlier node")
+    resumed = {at for of in links for kind, at in of if kind == "compaction"}
+    attempts = {i for i, of in enumerate(links) if any(kind == "compaction_attempt" for kind, _ in of)}
+    ends = [i for i in range(len(nodes)) if i not in parents and i not in attempts - resumed]
+    found: list[Sample] = []
+    for end in ends:
+        path = [end]
+        while (up := parents[path[0]]) is not None:
+            path.insert(0, up)
+        if any(nodes[i].get("token_ids") for i in path):
+            ids = [check_ids(f"token_ids of nodes[{i}]", nodes[i].get("token_ids") or [], vocab_size) for i in path]
+            masks = [_mask(nodes[i], ("mask",), len(x)) or [0] * len(x) for i, x in zip(path, ids, strict=True)]
+            found.append(Sample([t for x in ids for t in x], [m for mask in masks for m in mask], reward))
+            continue
+        messages = [_message(f"nodes[{i}]", nodes[i]) for i in path]
+        own = [bool(nodes[i].get("sampled")) for i in path]
+        found.append(_conversation(messages, own, nodes[path[0]].get("tools"), tokenizer, vocab_size, reward))
+    return found
+
+
+def _parsed(value: Any) -> Any:
+    """The value of a field that is JSON in a string in ART's Parquet."""
+    return json.loads(value) if isinstance(value, str) else value
 
 
 def _conversation(
@@ -205,7 +517,16 @@ def _message(name: str, value: Any) -> Message:
             raise ValueError(f"{name} has parts other than text, expected text")
     if content is not None and not isinstance(content, str):
         raise ValueError(f"'content' of {name} must be text, got {kind(content)}")
-    return {**{key: x for key, x in inner.items() if x is not None}, "content": content or ""}
+    message = {**{key: x for key, x in inner.items() if x is not None}, "content": content or ""}
+    if isinstance(calls := _parsed(message.get("tool_calls")), list):  # verifiers' calls are flat
+        flat = ("name", "arguments")
+        message["tool_calls"] = [
+            {**{key: x for key, x in call.items() if key not in flat}, "function": {key: call.get(key) for key in flat}}
+            if isinstance(call, dict) and "function" not in call
+            else call
+            for call in calls
+        ]
+    return message
 
 
 def _are_messages(value: Any) -> bool:
@@ -222,7 +543,10 @@ def _reward(data: dict[str, Any]) -> float | None:
     name = next((key for key in ("reward", "score", "reward_score") if data.get(key) is not None), None)
     if name is None:
         return None
-    value = data[name]
+    return _number(name, data[name])
+
+
+def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{name!r} is {json.dumps(value)}, expected a finite number")
     return float(value)

@@ -42,7 +42,7 @@ class Gain:
     @classmethod
     def of(cls, shared: SharedPrefixes) -> Gain:
         tree = shared.tree()
-        rows, pairs, borders = _counts(tree.parent, tree.length)
+        rows, pairs, borders = counts(tree.parent, tree.length)
         before = int((shared.lengths * (shared.lengths + 1) // 2).sum())
         return cls(int(shared.lengths.sum()), rows, before, pairs, borders)
 
@@ -69,10 +69,10 @@ class Gain:
 
 def pays_over(parent: IntArray, length: IntArray, others: tuple[IntArray, IntArray]) -> bool:
     """Whether segments, `parent` [S] and `length` [S], save enough of the cost of the `others` of equal sequences."""
-    return _cost(*_counts(parent, length)) <= (1 - MIN_GAIN) * _cost(*_counts(*others))
+    return _cost(*counts(parent, length)) <= (1 - MIN_GAIN) * _cost(*counts(*others))
 
 
-def _counts(parent: IntArray, length: IntArray) -> tuple[int, int, int]:
+def counts(parent: IntArray, length: IntArray) -> tuple[int, int, int]:
     """Rows, pairs and borders of segments, parents first."""
     depth, begin = (np.zeros(len(parent), np.int64) for _ in range(2))
     for segment, up in enumerate(parent.tolist()):

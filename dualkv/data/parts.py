@@ -2,19 +2,22 @@
 
 Trunks are runs of a path: a part reads what the trunks above it left, and they stay until all below them is done. Whole
 subtrees that fit into the budget are parts without anything below, many of them in one, wherever they leave the path.
-So what has to be held is one path and one part.
+Trunks run twice in training, so the end of a leaf is never a part of one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from dualkv.arrays import IntArray, outside_inference_mode, positive
+from dualkv.data.gain import PAIRS_A_BORDER
+from dualkv.data.memory import Memory
 from dualkv.data.trees import PackedSequences
 from dualkv.layout import Layout
 from dualkv.segments import Segments
@@ -37,6 +40,7 @@ class TreePart:
         is_trunk: whether later parts read its keys and values.
         offsets, parent: segments of P + t rows, those of the path first.
         cuts: of a trunk, ascending: the numbers of own rows after which parts below hang or segments end.
+        keeps_all: whether layers that are checkpointed keep everything in this part.
     """
 
     batch: PackedSequences
@@ -47,6 +51,7 @@ class TreePart:
     offsets: IntArray
     parent: IntArray
     cuts: tuple[int, ...] = ()
+    keeps_all: bool = False
 
     @property
     def path_rows(self) -> int:
@@ -161,28 +166,111 @@ class TreePart:
         return values[torch.from_numpy(self._copies[1]).to(values.device)]
 
 
-def plan_parts(batch: PackedSequences, budget: int) -> list[TreePart]:
+def plan_parts(batch: PackedSequences, budget: int | Memory) -> list[TreePart]:
     """The parts of a tree, or of several, in the order in which they run.
 
     Args:
         batch: of any depth.
-        budget: own rows that a part may have.
+        budget: own rows that a part may have; or a limit of memory, for which the number of rows is chosen that takes
+            the least time, and for each part whether its layers keep all.
 
     Raises:
-        ValueError: a budget below 1.
+        ValueError: a budget below 1, or memory that does not hold the smallest parts.
         TypeError: another batch.
     """
     if not isinstance(batch, PackedSequences):
         raise TypeError(
             f"batch is a {type(batch).__name__}, expected what pack_sequences or PackedSequences.from_batch returns"
         )
-    plan = _Plan(batch, positive("budget", budget))
+    if not isinstance(budget, Memory):
+        return _Plan(batch, positive("budget", budget)).parts
+    found = fitting(batch, budget)
+    if found is None:
+        needed = _needed(batch, budget)
+        raise ValueError(
+            f"budget is {budget.bytes:,.0f} bytes, expected {needed:,.0f} at least: parts of {_least(batch)} rows take"
+            " so much with the keys and values of their paths"
+        )
+    return found.parts
+
+
+SMALLEST = 16  # rows of the smallest parts that a limit of memory may lead to,
+MOST_TRUNKS = 64  # and so many trunks on the longest path
+TRIED = 4  # numbers of rows that fit, for layers that keep all and for recomputed ones
+
+
+class Fitting(NamedTuple):
+    """Parts that fit into memory.
+
+    Attributes:
+        parts: in the order of running.
+        rows: the most rows that a part may have.
+        bytes: the most that a pass takes.
+        time: of all passes, in rows.
+    """
+
+    parts: list[TreePart]
+    rows: int
+    bytes: float
+    time: float
+
+
+def fitting(batch: PackedSequences, memory: Memory) -> Fitting | None:
+    """Make the parts that take the least time within the memory; None if none fit."""
+    found: list[Fitting] = []
+    for cost in (memory.row.graph, memory.row.recomputed):
+        rows, left = int(min(memory.bytes / cost, batch.layout.num_tokens)), TRIED
+        while rows >= _least(batch) and left:  # the largest that fit, and some below, which may divide the tree better
+            if (made := costed(_Plan(batch, rows).parts, rows, memory)) is not None:
+                found.append(made)
+                left -= 1
+            rows = rows * 4 // 5
+    return min(found, key=lambda one: one.time, default=None)
+
+
+def _least(batch: PackedSequences) -> int:
+    """Rows of the smallest parts."""
     segments = batch.layout._segments
-    plan.visit((), [(0, int(root), 0) for root in segments.roots])
-    return plan.parts
+    return min(segments.total, max(SMALLEST, -(-segments.longest_path // MOST_TRUNKS)))
+
+
+def costed(parts: list[TreePart], rows: int, memory: Memory, keeps_all: bool | None = None) -> Fitting | None:
+    """Count what parts take; None if one does not fit.
+
+    Args:
+        parts, rows: of :class:`Fitting`.
+        memory: the limit.
+        keeps_all: whether layers keep all; None: chosen for each part.
+    """
+    segments = parts[0].batch.layout._segments
+    seen = segments.position + 1 + PAIRS_A_BORDER * segments.depth[segments.segment_of_row]
+    chosen, most, time = list[TreePart](), 0.0, 0.0
+    for part in parts:
+        own, path = len(part.rows), part.path_rows
+        waiting = _waiting(parts, part)
+        keeps = memory.keeps_all(waiting, path, own) if keeps_all is None else keeps_all
+        if keeps is None:
+            return None
+        most = max(most, memory.of_pass(waiting, path, own, keeps))
+        time += memory.time(path, own, float(seen[part.rows].sum()), keeps, part.is_trunk)
+        chosen.append(replace(part, keeps_all=keeps))
+    return Fitting(chosen, rows, most, time)
+
+
+def _waiting(parts: list[TreePart], part: TreePart) -> int:
+    """Count the rows of trunks that keep tensors while a part runs."""
+    return sum(len(parts[above].rows) for above, _ in part.path) + part.is_trunk * len(part.rows)
+
+
+def _needed(batch: PackedSequences, memory: Memory) -> float:
+    """Bytes that the smallest parts take."""
+    parts = _Plan(batch, _least(batch)).parts
+    return max(memory.of_pass(_waiting(parts, p), p.path_rows, len(p.rows), False) for p in parts)
 
 
 class _Plan:
+    """The parts of a budget of rows, in `parts`."""
+
     def __init__(self, batch: PackedSequences, budget: int) -> None:
         self.batch, self.budget = batch, budget
         self.segments: Segments = batch.layout._segments
@@ -196,9 +284,16 @@ class _Plan:
         for segment in range(len(self.children) - 1, -1, -1):
             if self.children[segment]:
                 self.last[segment] = self.last[self.children[segment][-1]]
+        running = [self._visit((), [(0, int(root), 0) for root in self.segments.roots])]
+        while running:  # in place of recursion, because paths may have many trunks
+            below = next(running[-1], None)
+            if below is None:
+                running.pop()
+            else:
+                running.append(below)
 
-    def visit(self, path: tuple[tuple[int, int], ...], hanging: list[Hanging]) -> None:
-        """Makes the parts of all subtrees that hang on a path."""
+    def _visit(self, path: tuple[tuple[int, int], ...], hanging: list[Hanging]) -> Iterator[Any]:
+        """Make the parts of all subtrees that hang on a path; yields the visit of each trunk's."""
         while hanging:
             small = [h for h in hanging if self.size[h[1]] - h[2] <= self.budget]
             for some in self._together(small):
@@ -207,9 +302,9 @@ class _Plan:
             for one in large:
                 above = _up_to(path, one[0])
                 trunk, below = self._trunk(*one)
-                self._add(above, [one], trunk, True)
-                rows = sum(end - begin for _, begin, end in trunk)
-                self.visit((*above, (len(self.parts) - 1, rows)), [h for h in below if h[0] > one[0]])
+                if rows := sum(end - begin for _, begin, end in trunk):
+                    self._add(above, [one], trunk, True)
+                    yield self._visit((*above, (len(self.parts) - 1, rows)), [h for h in below if h[0] > one[0]])
                 hanging += [h for h in below if h[0] == one[0]]  # behind empty segments: on the path, not the trunk
 
     def _together(self, hanging: list[Hanging]) -> Iterator[list[Hanging]]:
@@ -229,23 +324,22 @@ class _Plan:
             yield some
 
     def _trunk(self, attached: int, segment: int, first: int) -> tuple[list[Piece], list[Hanging]]:
-        """A run of a path, down the largest subtrees, within the budget; and all that hangs on it."""
+        """A run of a path within the budget, as long as one subtree alone is larger than the budget; and all that hangs
+        on it. The last rows of a leaf, as many as a part may have, hang on it."""
         trunk: list[Piece] = []
         below: list[Hanging] = []
         room = self.budget
         while True:
             length = int(self.segments.lengths[segment])
-            end = min(length, first + room)
+            end = min(first + room, length if self.children[segment] else length - self.budget)
             trunk.append((segment, first, end))
             attached, room = attached + end - first, room - (end - first)
             if end < length:
                 return trunk, [*below, (attached, segment, end)]
             others = sorted(self.children[segment], key=lambda child: -int(self.size[child]))
-            # Where two large subtrees begin, the trunk ends: what is held lies on one path then.
-            fork = room < self.budget and len(others) > 1 and self.size[others[1]] > self.budget
-            stop = not room or fork
+            stop = not room or sum(self.size[child] > self.budget for child in others) != 1
             below += [(attached, child, 0) for child in (others if stop else others[1:])]
-            if stop or not others:
+            if stop:
                 return trunk, below
             segment, first = others[0], 0
 

@@ -324,16 +324,16 @@ def pack_sequences(
         TypeError: tokens that are not integers.
     """
     check_label_style(labels)
-    host, shared, origin, frame = _read(sequences, min_shared, attention_mask, cu_seqlens, position_ids)
+    host, shared, origin, frame = read_shared(sequences, min_shared, attention_mask, cu_seqlens, position_ids)
     shared = shared.at_least(min_shared)
     tree = (shared.one_label_a_row() if labels == "roll" else shared).tree()
     batch = pack_tree(tree, host, loss_masks, labels, origin if device is None else device, frame)
     if batch._mask.any():
-        _NOTICE.look(batch.layout)
+        NOTICE.look(batch.layout)
     return batch
 
 
-def _read(
+def read_shared(
     sequences: Sequence[TokenIds] | torch.Tensor,
     min_shared: int,
     attention_mask: torch.Tensor | None,
@@ -370,7 +370,7 @@ def pack_tree(
     return PackedSequences(packed[None], layout, tree_rows(tree), lens, mask, labels, frame)
 
 
-class _Notice:
+class Notice:
     """Says once in a process that packing saves nothing: if each of the first micro-batches shares no token."""
 
     FIRST = 8
@@ -378,7 +378,7 @@ class _Notice:
     def __init__(self) -> None:
         self.left = self.FIRST
 
-    def look(self, layout: Layout) -> None:
+    def look(self, layout: Layout, otherwise: str = "dualkv.plan_sequences") -> None:
         if not self.left:
             return
         if layout.num_tokens < layout.nominal_tokens:
@@ -388,13 +388,14 @@ class _Notice:
         if not self.left:
             logger.warning(
                 "the first %d micro-batches share no token (the last one has %d rollouts), so packing saves nothing:"
-                " put all rollouts of a prompt into one micro-batch (a larger one, or dualkv.plan_sequences)",
+                " put all rollouts of a prompt into one micro-batch (a larger one, or %s)",
                 self.FIRST,
                 layout.num_segments,
+                otherwise,
             )
 
 
-_NOTICE = _Notice()
+NOTICE = Notice()
 
 
 def plan_sequences(
@@ -433,7 +434,7 @@ def plan_sequences(
     """
     budget, min_count = positive("budget", budget), positive("min_count", min_count)
     check_bool("soft", soft)
-    _, shared, *_ = _read(sequences, min_shared, attention_mask, cu_seqlens, position_ids)
+    _, shared, *_ = read_shared(sequences, min_shared, attention_mask, cu_seqlens, position_ids)
     open_runs = shared.at_least(min_shared).runs(budget, min_count, soft=soft)
     runs: list[list[int]] = []
     while open_runs:

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dualkv.data.files import BYTES
 from dualkv.demo.run import DemoResult, Differences, WayResult
 
 GROUPS = (
@@ -29,6 +30,8 @@ def render(result: DemoResult) -> RenderableType:
     parts: list[RenderableType] = [_cost(result), _differences(result)]
     if result.to_truth:
         parts.append(_truth(result))
+    if result.unit == "bytes":
+        parts.append(Text(BYTES))
     parts += [*_rewards(result), _verdict(result)]
     return Group(*parts)
 

@@ -20,16 +20,16 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import sys
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
+from dualkv.data.files import File, group_or_samples, load
 from dualkv.data.rollouts import Rollouts, load_tokenizer, plain_text_reward, read_rollouts, topic_prompts
 from dualkv.demo.pictures import check_config, with_pictures
 from dualkv.demo.sampling import sample_responses, sample_turns
-from dualkv.demo.settings import DTYPES, DemoSettings
+from dualkv.demo.settings import DemoSettings
 from dualkv.demo.update import WAYS, Gradients, PolicyTrainer, longest_sequence, replicated_tokens_of_one_group
 from dualkv.integrations.transformers import recompute_layers
 from dualkv.models import in_dtype, load_model, pretrained
@@ -157,6 +157,7 @@ class DemoResult:
             how many; None for rollouts from a file.
         exact: whether all agree with the replicated way; None: not judged.
         verdict: the same as a sentence.
+        unit: what is counted: "tokens", or "bytes" of text that no tokenizer has encoded.
     """
 
     settings: DemoSettings
@@ -170,6 +171,7 @@ class DemoResult:
     same_samples: tuple[int, int] | None
     exact: bool | None
     verdict: str
+    unit: str = "tokens"
 
     def as_dict(self) -> dict[str, Any]:
         """Convert to a dictionary for JSON."""
@@ -210,21 +212,28 @@ def judge(
 
 
 # ---------------------------------------------------------------------- the run
-def run_demo(settings: DemoSettings, track: Track = untracked) -> DemoResult:
+def run_demo(settings: DemoSettings, track: Track = untracked, file: File | None = None) -> DemoResult:
     """Runs the updates both ways; see the module's docstring.
 
     Where float32 exceeds its allowance, by no more than DRIFT times in the first update, the same updates in float64
     decide: rounding shrinks with the dtype, a mistake does not. Real weights round more than random ones.
 
+    Args:
+        settings: of the run.
+        track: shows progress.
+        file: `settings.rollouts`, if :func:`dualkv.data.files.load` has read it already.
+
     Raises:
         ValueError: settings or rollouts that do not fit.
         OSError: files that cannot be read.
     """
-    result = _Demo(settings, track).run()
+    if file is None and settings.rollouts is not None:
+        file = load(settings.rollouts, group_or_samples)
+    result = _Demo(settings, track, file).run()
     first = [updates[0].before_step for updates in result.updates.values()]
     if settings.dtype != "float32" or result.exact is not False or not _largest(*first) <= TOLERANCE["float32"] * DRIFT:
         return result
-    wider = _Demo(replace(settings, dtype="float64"), track).run()
+    wider = _Demo(replace(settings, dtype="float64"), track, file).run()
     return replace(result, exact=wider.exact, verdict=f"{result.verdict}; which float64 decides: {wider.verdict}")
 
 
@@ -238,13 +247,13 @@ class _Trace:
 
 
 class _Demo:
-    def __init__(self, settings: DemoSettings, track: Track) -> None:
+    def __init__(self, settings: DemoSettings, track: Track, file: File | None) -> None:
         self.settings, self.track = settings, track
-        its_own = settings.model if "gguf_file" in pretrained(settings.model) else None
-        self.tokenizer = load_tokenizer(settings.tokenizer or its_own)
-        if settings.rollouts not in (None, "-"):  # its errors come before the model is loaded
-            read_rollouts(settings.rollouts, self.tokenizer, sys.maxsize)
-        self.model = load_model(settings.model, DTYPES[settings.dtype], settings.torch_device, settings.seed)
+        tokenizer = settings.tokenizer or (settings.model if "gguf_file" in pretrained(settings.model) else None)
+        self.tokenizer = load_tokenizer(tokenizer)
+        if file is not None and tokenizer is not None:  # errors of its texts come before the model is loaded
+            read_rollouts(file, self.tokenizer, None)
+        self.model = load_model(settings.model, settings.torch_dtype, settings.torch_device, settings.seed)
         self.initial = {name: value.to("cpu", copy=True) for name, value in self.model.state_dict().items()}
         if settings.gradient_checkpointing:
             recompute_layers(self.model)
@@ -253,8 +262,8 @@ class _Demo:
         self.prompts: list[torch.Tensor] = []
         self.media: list[dict[str, torch.Tensor]] | None = None
         self.environment: list[list[torch.Tensor]] = []
-        if settings.rollouts is not None:
-            self.given = read_rollouts(settings.rollouts, self.tokenizer, vocab_size)
+        if file is not None:
+            self.given = read_rollouts(file, self.tokenizer, vocab_size)
         elif self.tokenizer.vocab_size > vocab_size:
             raise ValueError(
                 f"the tokenizer has {self.tokenizer.vocab_size} tokens and the model a vocabulary of {vocab_size}: "
@@ -322,6 +331,7 @@ class _Demo:
             same_samples=same,
             exact=None if None in judged else all(judged),
             verdict="; ".join(dict.fromkeys(sentences)),
+            unit="bytes" if getattr(self.tokenizer, "used", False) else "tokens",
         )
 
     def run_way(self, way: str, trained_on: list[Rollouts]) -> tuple[WayResult, _Trace]:

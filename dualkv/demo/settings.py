@@ -1,16 +1,16 @@
-"""The settings of `dualkv demo`."""
+"""The settings of `dualkv demo`. The options of the command line are made of their defaults, without torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from dualkv.arrays import check_gib
-from dualkv.grpo import ALGORITHMS, Algorithm
+    from dualkv.grpo import Algorithm
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 # What `dualkv demo` takes on a GPU for options that are not given: enough to compute, in a dtype that kernels take. The
@@ -84,6 +84,11 @@ class DemoSettings:
         return cls(device=device, **(ON_CUDA | settings if on_cuda else settings))
 
     def __post_init__(self) -> None:
+        import torch
+
+        from dualkv.arrays import check_gib
+        from dualkv.grpo import ALGORITHMS
+
         if self.algorithm not in ALGORITHMS:
             raise ValueError(f"algorithm is {self.algorithm!r}, expected one of {', '.join(ALGORITHMS)}")
         if self.dtype not in DTYPES:
@@ -109,9 +114,19 @@ class DemoSettings:
 
     @property
     def objective(self) -> Algorithm:
+        from dualkv.grpo import ALGORITHMS
+
         given = {name: getattr(self, name) for name in ("clip_low", "clip_high", "kl_coef")}
         return replace(ALGORITHMS[self.algorithm], **{k: v for k, v in given.items() if v is not None})
 
     @property
     def torch_device(self) -> torch.device:
+        import torch
+
         return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        import torch
+
+        return cast("torch.dtype", getattr(torch, self.dtype))

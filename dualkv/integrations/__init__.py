@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-__all__ = ["megatron", "openrlhf", "swift", "transformers", "trl", "verl"]
+__all__ = ["megatron", "openrlhf", "skyrl", "swift", "transformers", "trl", "verl"]
 
 
 def __getattr__(name: str) -> Any:

@@ -150,7 +150,7 @@ def test_a_file_of_rollouts(run, tmp_path):
         ('{"lengths": [4, 0], "parent": [-1, 0]}', "'lengths' has 0"),
         ('{"lengths": [4, 2.5], "parent": [-1, 0]}', "'lengths' must be a list of integers"),
         ('{"lengths": [4, 5, 6], "parent": [-1, 2, 0]}', r"parent\[1\] is 2"),
-        ('{"lengths": [4, 5, 6], "parent": [-1]}', "4 entries for 1 segments"),
+        ('{"lengths": [4, 5, 6], "parent": [-1]}', "'parent' has 1 entries for 3 segments"),
     ],
 )
 def test_a_bad_line_is_named(run, tmp_path, line, says):
@@ -167,6 +167,11 @@ def test_the_command_prints_traces_and_sources(run):
     code, out, _ = run("trees", "--trace", "trace-search-2", "--trace", SMALL["tau2"])
     assert code == 0
     assert "trace-search-2: packing computes" in out
+    code, out, _ = run("trees", "--trace", SMALL["tau2"], "--memory", "0.05")
+    assert code == 0
+    assert "micro-batches: 1 walked; the tree of sequence 0, " in out
+    code, _, err = run("trees", "--trace", SMALL["tau2"], "--memory", "0")
+    assert (code, err) == (1, "dualkv: --memory is 0.0, expected a finite number of GiB above 0\n")
     code, out, _ = run("trees", "--sources")
     assert code == 0
     assert "n_agent: Search-R1" in " ".join(out.replace("│", " ").split())

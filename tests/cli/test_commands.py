@@ -39,7 +39,10 @@ def test_demo_prints_the_comparison(run: Run, tmp_path: Path) -> None:
     ):
         assert text in out
     assert plot.read_bytes().startswith(b"\x89PNG")
-    assert json.loads((tmp_path / "demo.json").read_text())["settings"]["prompt_len"] == 40
+    found = json.loads((tmp_path / "demo.json").read_text())
+    assert found["settings"]["prompt_len"] == 40
+    assert found["unit"] == "bytes"
+    assert "text without --tokenizer: bytes are counted, not tokens" in out
 
 
 def test_demo_of_several_turns(run: Run, tmp_path: Path) -> None:

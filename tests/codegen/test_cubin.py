@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from codegen import KernelError, cubin, store
+from codegen import KernelError, cubin
 from codegen.spec import backward_specs
+from tests.codegen.real import copied
 
 SPEC = backward_specs("bf16", 64).postprocess
 
@@ -15,7 +16,7 @@ SPEC = backward_specs("bf16", 64).postprocess
 @pytest.fixture(scope="module")
 def entry(tmp_path_factory):
     """A real compile, of a small kernel."""
-    return store.add(SPEC, tmp_path_factory.mktemp("kernels"))
+    return copied(SPEC, tmp_path_factory.mktemp("kernels"))
 
 
 def test_a_cubin_says_what_ptxas_said(entry):

@@ -18,6 +18,7 @@ from codegen.select import Shape, select, words
 from codegen.spec import GRADIENTS, KernelSpec, backward_specs, forward_spec, table
 from codegen.tiles import HEAD_DIM_PAIRS
 from tests.codegen import stand_in
+from tests.codegen.real import copied
 
 VERSION = "9.9.9"
 SPECS = [backward_specs("bf16", 64).preprocess, backward_specs("bf16", 64).postprocess]
@@ -27,7 +28,8 @@ SPECS = [backward_specs("bf16", 64).preprocess, backward_specs("bf16", 64).postp
 def made(tmp_path_factory):
     """A folder with two real kernels, small ones."""
     folder = tmp_path_factory.mktemp("made")
-    assert len(list(store.fill(SPECS, folder, 2))) == 2
+    for spec in SPECS:
+        copied(spec, folder)
     precompiled.write_manifest(folder, VERSION)
     return folder
 

@@ -13,6 +13,7 @@ import pytest
 
 from codegen import KernelError, compile, store, toolchain
 from codegen.spec import backward_specs
+from tests.codegen.real import copied
 
 DSL, FFI = version("nvidia-cutlass-dsl"), version("apache-tvm-ffi")
 SPEC = backward_specs("bf16", 64).postprocess
@@ -23,6 +24,7 @@ words = sys.argv[1:]
 target = Path(words[words.index("--target") + 1])
 with open(os.environ["PIPS"], "a") as file:
     file.write(" ".join(words) + "\\n")
+sys.stderr.write("Downloading\\n")
 if os.environ.get("PIP_FAILS"):
     target.mkdir()
     (target / "half").touch()
@@ -62,7 +64,7 @@ def test_its_kernels_are_those_of_the_environments_compiler(private, monkeypatch
     private folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(toolchain, "_environment", lambda: toolchain._examined(None, _dsl_here()))
-        own = store.add(SPEC, tmp_path / "own")
+        own = copied(SPEC, tmp_path / "own")
         described = toolchain.compiler()
     made = toolchain.install()
     assert toolchain.found() == made
@@ -110,13 +112,17 @@ def test_a_driver_of_cuda_12_gets_its_flavour(private, monkeypatch):
     assert toolchain.install().flavour == "cu12"
 
 
-def test_a_failed_download_is_one_sentence_and_leaves_nothing(private, monkeypatch, tmp_path):
+def test_a_failed_download_is_one_sentence_and_leaves_nothing(private, monkeypatch, tmp_path, capfd):
+    """The installer's reports are shown."""
     monkeypatch.setenv("PIP_FAILS", "1")
-    with pytest.raises(KernelError, match=r"the private toolchain cannot be installed, .* failed: ERROR: No matching"):
+    with pytest.raises(
+        KernelError, match=r"the private toolchain cannot be installed, .* failed: .*ERROR: No matching"
+    ):
         toolchain.install()
     assert [p.name for p in (tmp_path / "cache").iterdir() if p.is_dir()] == []
     monkeypatch.delenv("PIP_FAILS")
     assert toolchain.install() == toolchain.found()
+    assert capfd.readouterr().err.count("Downloading") == 2
 
 
 def test_what_does_not_serve_is_replaced(private, monkeypatch, tmp_path):

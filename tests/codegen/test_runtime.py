@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from codegen import store
 from codegen.spec import backward_specs
+from tests.codegen.real import copied
 
 HERE = Path(__file__).parent
 SPEC = backward_specs("bf16", 64).postprocess
@@ -59,7 +59,7 @@ def call(device=0):
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kernels")
-    store.add(SPEC, folder)
+    copied(SPEC, folder)
     return folder
 
 

@@ -30,6 +30,7 @@ def choice(message: dict[str, Any]) -> dict[str, Any]:
     return {"finish_reason": "stop", "index": 0, "logprobs": None, "message": message}
 
 
+FILES = Path(__file__).parents[1] / "files" / "rollouts"
 # By the tool: a rollout as it writes it. All are of the same conversation where they have messages.
 ROLLOUTS: dict[str, dict[str, Any]] = {
     # `AgentLoopOutput.model_dump_json()` of veRL
@@ -39,12 +40,12 @@ ROLLOUTS: dict[str, dict[str, Any]] = {
     },
     # `trainer.rollout_data_dir` of veRL
     "veRL, rollout_data_dir": {"input": "user\n2+2?\n", "output": "4", "gts": "4", "score": 1.0, "step": 1},
-    # `ProcessedOutputs` of verifiers, by row, and `TrainingSample` of prime-rl
+    # `ProcessedOutputs` of verifiers 0.1, by row, and `TrainingSample` of prime-rl
     "verifiers, prime-rl": {
         "prompt_ids": [5, 6], "prompt_mask": [0, 0], "completion_ids": [7, 8, 9], "completion_mask": [1, 0, 1],
         "completion_logprobs": [-0.1, 0.0, -0.3], "reward": 1.0,
     },
-    # results.jsonl of verifiers; prompt and completion of TRL's conversational datasets
+    # results.jsonl of verifiers 0.1; prompt and completion of TRL's conversational datasets
     "verifiers, results": {"example_id": 0, "prompt": ASK, "completion": TURNS, "answer": "4", "reward": 1.0},
     "OpenAI": {"messages": ASK + TURNS, "tools": None, "reward": 1.0},
     "TRL, text": {"prompt": "The sky is", "completion": " blue.", "reward": 1.0},
@@ -109,6 +110,33 @@ def test_groups_of_art(tmp_path: Path) -> None:
     assert ByteTokenizer().decode(found.responses[0][0].tolist()) == "It is 4.\n"
 
 
+def test_traces_of_verifiers() -> None:
+    """A file that verifiers 0.4.0 wrote (`write_episode`). A trace is a tree of messages; a judge's trains nothing."""
+    path = FILES / "verifiers-0.4.0.jsonl"
+    found = read_rollouts(path, ByteTokenizer(), 320)
+    assert found.rewards == [[1.5, 1.5, 1.0], [1.5]]
+    assert found.masks is not None
+    assert found.prompts[0].tolist() == [5, 6, 7, 8, 9]
+    assert [r.tolist() for r in found.responses[0]] == [
+        [10, 11, 12, 9, 13, 14],
+        [10, 11, 15, 16, 9, 17],
+        [18],
+    ]
+    assert [[int(m) for m in mask] for mask in found.masks[0]] == [[1, 1, 0, 0, 1, 1], [1, 1, 0, 0, 0, 1], [1]]
+    whole = ByteTokenizer().decode([*found.prompts[1].tolist(), *found.responses[1][0].tolist()])  # without tokens
+    assert f"<assistant>\n{json.dumps([CALL])}\n<tool>\n4\n<assistant>\nIt is 4.\n" in whole
+    assert trees.read(path, ByteTokenizer()).trained == 4 + 3 + 1 + int(found.masks[1][0].sum())
+    nodes = [{"message": ASK[1], "token_ids": [5], "mask": [False]}]
+    nodes += [{"parent": 0, "message": TURNS[2], "token_ids": [6], "mask": [True]} for _ in range(3)]
+    nodes[1]["semantic_parents"] = [{"type": "compaction_attempt", "node": 0}]
+    nodes[2]["semantic_parents"] = [{"type": "compaction_attempt", "node": 0}]
+    nodes[3]["semantic_parents"] = [{"type": "compaction", "node": 2}]
+    assert len(samples({"traces": [{"nodes": nodes}]}, ByteTokenizer())) == 2, "an attempt that was not resumed is none"
+    assert samples({"traces": []}, ByteTokenizer()) == []
+    with pytest.raises(ValueError, match=re.escape("'parent' of nodes[0] is 0, expected an earlier node")):
+        samples({"traces": [{"nodes": [nodes[1]]}]}, ByteTokenizer())
+
+
 def test_completions_are_responses(tmp_path: Path) -> None:
     found = read(tmp_path / "a.jsonl", {"prompt": "hi", "completions": ["a", "bc"], "rewards": [0, 1]})
     assert [r.tolist() for r in found.responses[0]] == [[97], [98, 99]]
@@ -125,6 +153,20 @@ def test_files_that_are_compressed_or_documents(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(line * 2)))
     for name in (str(tmp_path / "a.jsonl.gz"), str(tmp_path / "runs"), str(tmp_path / "all.json"), "-"):
         assert read_rollouts(name, ByteTokenizer(), 320, rewards=False).group_sizes == [2], name
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    """The line of the file is named, also behind blank lines; and a compressed file that was cut."""
+    whole = gzip.compress(json.dumps(ROLLOUTS["OpenAI"]).encode() * 50)
+    for name, data, says in (
+        ("a.json", b'   \n\n{"input":\n "a\xff"}', "a.json:4: not UTF-8 (byte 3 of the line)"),
+        ("a.jsonl", b'\n{"input": "\xff"}', "a.jsonl:2: not UTF-8 (byte 11 of the line)"),
+        ("a.jsonl.gz", whole[:-20], "a.jsonl.gz: not a whole file of gzip ("),
+        ("a.json.gz", b"{}", "a.json.gz: not a whole file of gzip ("),
+    ):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ValueError, match=re.escape(f"{tmp_path / name}"[: -len(name)] + says)):
+            read_rollouts(tmp_path / name, ByteTokenizer(), 320)
 
 
 @pytest.mark.parametrize(

@@ -229,7 +229,7 @@ def test_a_soft_budget_keeps_steps_of_a_long_rollout_together():
 # ---------------------------------------------------------------- a word
 def test_micro_batches_that_share_nothing_are_said_once(caplog, monkeypatch):
     def said(batches):
-        monkeypatch.setattr(trees, "_NOTICE", trees._Notice())
+        monkeypatch.setattr(trees, "NOTICE", trees.Notice())
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="dualkv"):
             for sequences in batches:
@@ -243,8 +243,8 @@ def test_micro_batches_that_share_nothing_are_said_once(caplog, monkeypatch):
     assert said([alone] * 7 + [group] + [alone] * 40) == []
     assert said([alone] * 7) == []
     # Ranks without work pack a token that is not trained.
-    monkeypatch.setattr(trees, "_NOTICE", trees._Notice())
+    monkeypatch.setattr(trees, "NOTICE", trees.Notice())
     for _ in range(40):
         pack_sequences([[1, 2]], [[0, 0]])
-    assert trees._NOTICE.left == 8
+    assert trees.NOTICE.left == 8
     assert Layout.from_token_sequences(alone).num_tokens == 3

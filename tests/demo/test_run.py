@@ -252,6 +252,7 @@ def short_answers(tmp_path: Path, **settings: Any) -> DemoSettings:
     return DemoSettings(rollouts=str(tmp_path / "four.jsonl"), device="cpu", **settings)
 
 
+@pytest.mark.usefixtures("whole")
 def test_weights_are_judged_as_a_step_of_adamw_allows(tmp_path: Path) -> None:
     """Gradients of a few tokens are all rounding in places, and AdamW makes full steps of their signs."""
     result = run_demo(short_answers(tmp_path))

@@ -55,6 +55,7 @@ def test_the_sentence_names_the_extra(name: str, line: str, monkeypatch: pytest.
     [
         *((module, "transformers", "4.57.3") for module in ("transformers", "transformers.experts", "experts")),
         ("openrlhf", "openrlhf", "0.11.1"),
+        ("skyrl", "skyrl", "0.3.1"),
         ("trl", "trl", "1.15.0"),
         ("swift", "ms-swift", "4.5.0"),
         ("verl", "verl", "0.9.0"),

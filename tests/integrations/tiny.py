@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 import transformers as tf
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dualkv
 
@@ -158,7 +160,24 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
 
 
+def gradients_asked(run: Callable[[], Any]) -> set[str]:
+    """The inputs of attention whose gradients its backwards compute while `run` runs."""
+    found = set()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.dualkv.bwd.default:
+                names = [argument.name for argument in func._schema.arguments]
+                found.add(dict(zip(names, args, strict=False)).get("gradients", "qkv"))  # defaults are left out
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        run()
+    return found
+
+
 def assert_close(name: str, got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    got, expected = got.double(), expected.double()  # weights of 4 bits are integers
     error = (got - expected).norm().item()
     assert error <= tolerance * expected.norm().item(), f"{name}: {error} against a norm of {expected.norm().item()}"
 

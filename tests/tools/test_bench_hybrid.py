@@ -20,12 +20,16 @@ GROUPS = Groups(groups=1, responses=2, prompt_len=8, response_len=4)
 
 def test_parts():
     """The test takes 10 s: the functions of PyTorch loop over the rows of a chunk."""
-    parts = ["mixer", "step", "distance"]
+    parts = ["mixer", "shares", "step", "distance"]
     before = seams.convolve, seams.scan
     *_, figures = hybrid.measure(SIZES, GROUPS, GROUPS, parts, torch.device("cpu"))
     assert not [part for part in parts if "error" in figures[part]]
     assert figures["mixer"]["rows"] == 8 + 3 * 5
     assert len(figures["mixer"]["packed"]) == len(figures["mixer"]["one_call"]) == 5
+    for ranks in hybrid.DEGREES:
+        share = figures["shares"][f"of {ranks}"]
+        assert len(share["seconds"]) == len(figures["shares"]["whole"]) == 5
+        assert share["share_over_whole_by_ranks"] > 0
     assert [figures["step"][way]["rows"] for way in ("packed", "replicated")] == [23, 39]
     assert figures["step"]["times_as_fast"] > 0
     for distances in (figures["distance"][way] for way in ("packed", "replicated")):

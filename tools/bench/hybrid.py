@@ -7,6 +7,8 @@ flash-linear-attention's scans and its convolution, and checkpoint every layer. 
 - decoder: the same without the head.
 - mixer: one recurrent layer on the packed row, against one call on sequences of the segments' lengths with states of
   zero: what is added by waves, gathers of states and convolutions across segments.
+- shares: one recurrent layer of one of 2 and 4 ranks, which scans all rows for its share of the heads, against the
+  whole layer over the ranks. The ranks' exchanges are copies here.
 - short groups: many of short prompts and responses, with the head.
 - distance: how far log-probs and gradients in bf16 lie from the replicated model in fp32 on PyTorch's functions. Takes
   models without recurrent layers too; the replicated sequences run transformers' own choice of attention.
@@ -42,6 +44,7 @@ from dualkv.layout import Layout
 from tools.bench import stock_attention
 from tools.bench.record import JsonPath, Record
 from tools.bench.repeats import repeated, wait
+from tools.bench.shares import alone, share_of
 from tools.bench.step import Sizes, make_model, make_rollouts, step
 
 
@@ -142,32 +145,65 @@ def mixer(model: Any, sizes: Sizes) -> dict[str, Any]:
     x = torch.randn(1, layout.num_tokens, config.hidden_size, device=device, dtype=model.dtype, requires_grad=True)
     gradient = torch.randn_like(x)
 
-    def one_call(_: Layout, rows: Any, run: Any) -> torch.Tensor:
+    def one_call(_: Any, rows: Any, run: Any) -> torch.Tensor:
         out: torch.Tensor = run(rows, zeros, alone)[0]
         return out
 
-    def one_row(conv: Any, _: Layout, *args: Any, **kwargs: Any) -> Any:
+    def one_row(conv: Any, _: Any, *args: Any, **kwargs: Any) -> Any:
         return conv(*args, **kwargs)
 
     def call() -> float:
-        wait()
-        start = time.perf_counter()
-        layer(x, dualkv=layout).backward(gradient)
-        wait()
-        layer.zero_grad(set_to_none=True)
-        x.grad = None
-        return time.perf_counter() - start
+        return seconds_of(layer, x, layout, gradient)
 
     def call_alone() -> float:
         with mock.patch.multiple(seams, scan=one_call, convolve=one_row, convolve_at_once=one_row):
             return call()
 
-    for run in (call, call_alone) * 2:
-        run()
-    turns = [(call(), call_alone()) for _ in range(5 * sizes.repeats)]
-    packed, single = (list(some) for some in zip(*turns, strict=True))
-    ratio = statistics.median(a / b for a, b in turns)
+    packed, single = in_turns([call, call_alone], sizes)
+    ratio = statistics.median(a / b for a, b in zip(packed, single, strict=True))
     return {"rows": layout.num_tokens, "packed": packed, "one_call": single, "packed_over_one_call": ratio}
+
+
+def seconds_of(layer: Any, x: torch.Tensor, dualkv: Any, gradient: torch.Tensor) -> float:
+    """Seconds of a forward and backward of a layer."""
+    wait()
+    start = time.perf_counter()
+    layer(x, dualkv=dualkv).backward(gradient)
+    wait()
+    seconds = time.perf_counter() - start
+    layer.zero_grad(set_to_none=True)
+    x.grad = None
+    return seconds
+
+
+def in_turns(calls: list[Callable[[], float]], sizes: Sizes) -> list[list[float]]:
+    """The seconds that each of the calls returns, in turns, after two untimed ones."""
+    turns = [[call() for call in calls] for _ in range(2 + 5 * sizes.repeats)]
+    return [list(some) for some in zip(*turns[2:], strict=True)]
+
+
+DEGREES = (2, 4)
+
+
+def shares(model: Any, sizes: Sizes) -> dict[str, Any]:
+    """Forward and backward of a recurrent layer, whole and of one rank of some, in turns."""
+    layer, device = seams.mixers(model)[0][1], model.device
+    layout = Layout.from_lengths([sizes.prompt_len], [[sizes.response_len] * sizes.responses], device)
+
+    def of(rows: int, dualkv: Any) -> Callable[[], float]:
+        x = torch.randn(1, rows, model.config.hidden_size, device=device, dtype=model.dtype, requires_grad=True)
+        gradient = torch.randn_like(x)
+        return lambda: seconds_of(layer, x, dualkv, gradient)
+
+    of_ranks = [share_of(layout, 1, ranks) for ranks in DEGREES]
+    calls = [of(layout.num_tokens, layout), *(of(shard.num_tokens, shard) for shard in of_ranks)]
+    with alone():
+        whole, *parts = in_turns(calls, sizes)
+    found: dict[str, Any] = {"rows": layout.num_tokens, "whole": whole}
+    for ranks, part in zip(DEGREES, parts, strict=True):
+        over = statistics.median(ranks * a / b for a, b in zip(part, whole, strict=True))
+        found[f"of {ranks}"] = {"seconds": part, "share_over_whole_by_ranks": over}
+    return found
 
 
 # ---------------------------------------------------------------- distance from fp32
@@ -208,7 +244,7 @@ def distance(model: Any, rollouts: Rollouts, attention: str, sizes: Sizes) -> di
 
 
 # ---------------------------------------------------------------- the command
-PARTS = ("mixer", "step", "decoder", "short groups", "distance")
+PARTS = ("mixer", "shares", "step", "decoder", "short groups", "distance")
 
 
 def measure(
@@ -234,6 +270,8 @@ def measure(
         budget = sizes.micro_batch * length
         if part == "mixer":
             yield mixer(model, sizes)
+        elif part == "shares":
+            yield shares(model, sizes)
         elif part == "distance":
             yield distance(model, near.rollouts(model.config.vocab_size), own, sizes)
         elif part == "short groups":

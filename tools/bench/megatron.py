@@ -37,13 +37,13 @@ import typer
 from torch.utils.checkpoint import checkpoint
 
 import dualkv
-from dualkv import sequence_parallel
 from dualkv.bench.run import in_words
 from dualkv.models import CONFIGS
 from tools.bench import stock_attention
 from tools.bench.megatron_costs import Group, Model, flops, flops_of_rank, saving
 from tools.bench.record import JsonPath, Record
 from tools.bench.repeats import repeated, wait
+from tools.bench.shares import alone, share_of
 
 CASES = {
     "main": Group(32, 8192, 2048),
@@ -248,28 +248,9 @@ def replicated_steps(run: Run, model: Any, group: Group, head_on_all_rows: bool,
 
 
 # ---------------------------------------------------------------- shares of context-parallel ranks, one after the other
-def share_of(layout: dualkv.Layout, rank: int, ranks: int) -> sequence_parallel.Shard:
-    """Make the shard of one rank, where the others do not run."""
-    shard = sequence_parallel.Shard(layout, None, ranks)
-    shard.rank, shard.world_size = rank, ranks
-    shard.num_tokens //= ranks
-    return shard
-
-
-class _Kept:
-    """A stand-in for the exchange between ranks: it copies the rows that this rank would send."""
-
-    @staticmethod
-    def apply(x: torch.Tensor, group: None) -> torch.Tensor:
-        return x.clone(memory_format=torch.contiguous_format)
-
-
 @contextmanager
 def one_of(model: Any, ranks: int) -> Iterator[None]:
-    with (
-        mock.patch.object(sequence_parallel, "_Exchange", _Kept),
-        mock.patch.object(model.config, "context_parallel_size", ranks),
-    ):
+    with alone(), mock.patch.object(model.config, "context_parallel_size", ranks):
         yield
 
 

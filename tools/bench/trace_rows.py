@@ -61,7 +61,7 @@ def _times(side: dict[str, Any], ours: float) -> str:
 
 # ---------------------------------------------------------------- veRL and TRL
 Pair = tuple[dict[str, Any] | None, dict[str, Any] | None]
-VERL, TRL = "verl-h200-traces", "trl-h200-traces"  # records of times
+VERL, TRL, TRL_ASYNC = "verl-h200-traces", "trl-h200-traces", "trl-async-h200"  # records of times
 TRL_WAYS = {"padded": "TRL, padded", "tree": "TRL's tree", "packed": "DualKV"}
 
 
@@ -96,6 +96,16 @@ def trl(load: Load) -> str:
     ]
     head = ["trace", "share ratio", *TRL_WAYS.values()]
     return markdown_table(head, rows) + recorded(load(TRL))
+
+
+def trl_async(load: Load) -> str:
+    """Tabulate forward and backward of a micro-batch in TRL's asynchronous trainer and DualKV's: seconds, speed-up."""
+    rows = []
+    for trace, made in load(TRL_ASYNC)["traces"].items():
+        stock, ours = (made[way]["median"] for way in ("trl", "dualkv"))
+        rows.append([trace, f"{made['share_ratio']:.2f}", f"{stock:.3f}", f"{ours:.3f}", f"{stock / ours:.2f}x"])
+    head = ["trace", "share ratio", "TRL's", "DualKV's", "speed-up"]
+    return markdown_table(head, rows) + recorded(load(TRL_ASYNC))
 
 
 def _trl_way(made: dict[str, Any] | None) -> str:

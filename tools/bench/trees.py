@@ -34,7 +34,7 @@ import typer
 from dualkv.bench import traces
 from dualkv.bench.run import in_words
 from dualkv.bench.trees import Found, flops
-from dualkv.branches import Branch, walk
+from dualkv.branches import Branch
 from dualkv.data.gain import Gain
 from dualkv.data.parts import TreePart
 from dualkv.data.trees import PackedSequences, pack_sequences, plan_sequences
@@ -43,6 +43,7 @@ from dualkv.integrations.transformers import disable, enable, head, recompute_la
 from dualkv.logprobs import response_logprobs
 from dualkv.models import CONFIGS
 from dualkv.prefixes import read_sequences
+from dualkv.walks import walk
 from tools.bench import ragged
 from tools.bench.record import JsonPath, Record
 from tools.bench.repeats import repeated, wait

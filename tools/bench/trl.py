@@ -227,7 +227,7 @@ def make_step(
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)  # TRL writes into it
     torch.manual_seed(0)
     with device:
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=DTYPES[s.dtype])
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, s.dtype))
     if exact:
         model.float()
     model.set_attn_implementation(packing.TREE_ATTENTION if way == "tree" else "sdpa" if exact else s.attention)

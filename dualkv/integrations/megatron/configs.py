@@ -14,6 +14,7 @@ A field of megatron-core's that is not here is refused, unless it has its defaul
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -267,6 +268,15 @@ def refuse_count(config: Any) -> None:
 
 
 def refuse(config: Any) -> None:
-    """Raises ValueError for the TransformerConfig of a model that cannot run packed groups."""
+    """Raises ValueError for the TransformerConfig of a model that cannot run packed groups. Warns once in a process of
+    products of 8 or 4 bits."""
     for sentence in objections(config):
         raise ValueError(sentence)
+    for name, meaning in MEANING.items():
+        if meaning is SCALES and (value := getattr(config, name, None)):
+            _warn(name, str(value))
+
+
+@cache
+def _warn(name: str, value: str) -> None:
+    warnings.warn(f"dualkv: {name} is {value}: {SCALES} (docs/megatron.md)", stacklevel=4)

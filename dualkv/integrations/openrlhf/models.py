@@ -6,8 +6,6 @@ actions. In between, sequences are one packed row in which each shared beginning
 
 from __future__ import annotations
 
-import warnings
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,9 +13,7 @@ from openrlhf.models import Actor
 from torch import nn
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
-from dualkv.data.gain import MIN_SHARED
-from dualkv.data.trees import PackedSequences, pack_sequences
-from dualkv.integrations import patching
+from dualkv.integrations import actions, patching
 from dualkv.integrations.patching import Changes
 from dualkv.integrations.transformers import enable, logprobs
 from dualkv.integrations.transformers.experts import load_balancing_loss
@@ -42,7 +38,7 @@ def pack_model(model: nn.Module) -> None:
     if isinstance(model, Actor):
         _pack_actor(model)
         return
-    plain = _plain(model)
+    plain = actions.plain(model)
     forward = {"CriticModel": _critic, "RewardModel": _reward}.get(type(plain).__name__)
     if forward is None or not hasattr(plain, "value_head_prefix"):
         raise ValueError(
@@ -52,18 +48,9 @@ def pack_model(model: nn.Module) -> None:
     patching.of(plain, "trainer").replace("forward", forward(plain))
 
 
-def _plain(model: Any) -> Any:
-    """The transformers model within a PEFT model; any other model as it is."""
-    return model.get_base_model() if hasattr(model, "peft_config") else model
-
-
-def _pack(sequences: torch.Tensor, attention_mask: torch.Tensor, action_mask: Any = None) -> PackedSequences:
-    return pack_sequences(sequences, action_mask, attention_mask=attention_mask, min_shared=MIN_SHARED)
-
-
 def _pack_actor(actor: Any) -> None:
     enable(actor.model)
-    plain, stock = _plain(actor.model), actor.forward
+    plain, stock = actions.plain(actor.model), actor.forward
     decoder = plain.get_decoder()
 
     def forward(
@@ -76,11 +63,11 @@ def _pack_actor(actor: Any) -> None:
     ) -> Any:
         has_images = bool(others.keys() - NO_INPUTS)
         if has_images:
-            _say_images(type(plain).__name__)
+            actions.say_images(type(plain).__name__, "OpenRLHF")
         if has_images or action_mask is None or attention_mask is None:
             asked = {"return_output": return_output, "return_entropy": return_entropy, **others}
             return stock(sequences, action_mask, attention_mask, **asked)
-        batch = _pack(sequences, attention_mask, action_mask)
+        batch = actions.pack(sequences, attention_mask, action_mask)
         routed: list[Any] = []
         with Changes(decoder) as watched:
             watched.behind(lambda _module, _args, out: routed.append(out.get("router_logits")))
@@ -111,8 +98,8 @@ def _critic(plain: Any) -> Any:
     ) -> Any:
         if action_mask is None or attention_mask is None:
             return stock(input_ids, action_mask, attention_mask, return_output, **others)
-        batch = _pack(input_ids, attention_mask, action_mask)
-        values, outputs = _values(plain, batch, batch.predict_rows)
+        batch = actions.pack(input_ids, attention_mask, action_mask)
+        values, outputs = actions.head_values(plain, batch, batch.predict_rows)
         if plain.normalize_reward:
             values = (values - plain.mean) / plain.std
         made = batch.unpack(values.float(), like=action_mask)
@@ -127,27 +114,12 @@ def _reward(plain: Any) -> Any:
     def forward(
         input_ids: torch.Tensor, attention_mask: torch.Tensor, return_output: bool = False, **_others: Any
     ) -> Any:
-        batch = _pack(input_ids, attention_mask)
+        batch = actions.pack(input_ids, attention_mask)
         rows = torch.arange(batch.layout.num_tokens, device=input_ids.device)
         last = torch.stack([own[-1] for own in batch.unpack_sequences(rows)])
-        values, outputs = _values(plain, batch, last)
+        values, outputs = actions.head_values(plain, batch, last)
         if not plain.training and plain.normalize_reward:
             values = (values - plain.mean) / plain.std
         return (values, outputs) if return_output else values
 
     return forward
-
-
-def _values(plain: Any, batch: PackedSequences, rows: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """[M] the value head's outputs of packed rows, and the decoder's outputs."""
-    outputs = getattr(plain, plain.base_model_prefix)(input_ids=batch.input_ids, dualkv=batch.layout)
-    head = getattr(plain, plain.value_head_prefix)
-    return head(outputs.last_hidden_state[0, rows])[:, 0], outputs
-
-
-@cache  # once a process
-def _say_images(name: str) -> None:
-    warnings.warn(
-        f"dualkv: {name} got images: batches with images run as OpenRLHF runs them, prompts once a rollout",
-        stacklevel=3,
-    )

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from codegen.packages import require
 from dualkv.integrations import patching
+from dualkv.integrations.transformers import scales
 from dualkv.integrations.transformers.traced import where_traced
 
 # What runs packed, and reasons of what does not.
@@ -130,12 +131,13 @@ OF_THE_MODEL: dict[str, Any] = {
 RANK = 4  # in a copy
 SEEN = "dualkv_seen"  # attribute of an enabled decoder, a `Seen`
 
-ADDED = [0]  # how often this process has added what may be an adapter to a module; a list, which dynamo reads
+# How often this process has added what may be an adapter, or a layer of FP8, to a module; a list, which dynamo reads.
+ADDED = [0]
 
 
 def _count(module: nn.Module, name: str, child: Any) -> None:
     """Hook of PyTorch: a child is added to a module. PEFT adds further adapters of a layer to ModuleDicts."""
-    if type(child).__module__.startswith("peft.") or isinstance(module, nn.ModuleDict):
+    if type(child).__module__.startswith(("peft.", *scales.PACKAGES)) or isinstance(module, nn.ModuleDict):
         ADDED[0] += 1
 
 
@@ -238,7 +240,8 @@ class Seen(NamedTuple):
 
 
 def remember(decoder: PreTrainedModel) -> None:
-    """Notes the adapters of a decoder, so that :func:`refuse_later` notices others."""
+    """Notes the adapters of a decoder, so that :func:`refuse_later` notices others; says what FP8 layers it has."""
+    scales.say(decoder)
     try:
         embedding = decoder.get_input_embeddings()
     except NotImplementedError:
@@ -266,6 +269,7 @@ def refuse_later(decoder: nn.Module) -> None:
 def _others(decoder: nn.Module) -> str | None:
     """Say why other adapters than the remembered ones are refused; None if there are no others, which is noted."""
     seen: Seen = vars(decoder)[SEEN]
+    scales.say(decoder)
     if (now := of(decoder)) == seen.adapters:
         patching.of(decoder).replace(SEEN, seen._replace(added=ADDED[0]))
         return None

@@ -8,6 +8,7 @@ a limit of memory allows.
 from __future__ import annotations
 
 import inspect
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
 
@@ -110,6 +111,15 @@ def keep_attention(decoder: nn.Module, _args: Any, _kwargs: Any) -> None:
         if isinstance(how, partial) and how.keywords.get("use_reentrant") is False and "context_fn" not in how.keywords:
             contexts = partial(kept.contexts, KEEP["attention"])
             _set(layer, "_gradient_checkpointing_func", partial(how, context_fn=contexts))
+
+
+@torch.compiler.disable
+def keep_all(decoder: nn.Module, until: ExitStack) -> None:
+    """Lets checkpointed layers keep all that their backward needs, until `until` is closed."""
+    for layer in layers_to_leave_out(decoder):
+        if layer.gradient_checkpointing:
+            layer.gradient_checkpointing = False
+            until.callback(setattr, layer, "gradient_checkpointing", True)
 
 
 @torch.compiler.disable

@@ -24,6 +24,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import AttentionInterface
 
 from dualkv.arrays import check_bool, check_model
+from dualkv.branches import Branch
 from dualkv.data.rows import forgotten_layout
 from dualkv.integrations import patching
 from dualkv.integrations.patching import PREFIX, stock_attention
@@ -46,6 +47,7 @@ from dualkv.integrations.transformers.media import Placed
 from dualkv.layout import Layout
 from dualkv.packed_rows import PackedRows, packed_rows
 from dualkv.segments import OP_TAGS, segments_of
+from dualkv.sequence_parallel import Shard
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -150,6 +152,8 @@ def _enter_decoder(
         return None
     packed = _checked(layout)
     selfcheck.refuse_unproved(module, packed)
+    if isinstance(packed, Branch) and packed.keeps_all:
+        checkpointing.keep_all(module, packed.at_end)
     name = type(module).__name__
     if type(module) not in patching.PREPARED:  # an unpickled model, before any `enable` of this process
         recurrent.install(module)
@@ -178,6 +182,8 @@ def _enter_decoder(
         )
     if kwargs.get("use_cache") or any(kwargs.get(cache) is not None for cache in recurrent.CACHES):
         raise ValueError("past_key_values or use_cache came together with dualkv: packed groups run without a cache")
+    if isinstance(packed.of_layers, Shard):
+        recurrent.refuse(recurrent.mixers(module), packed.of_layers.world_size)
     # Layers that hand no keyword arguments on would not refuse any.
     layers.refuse_arguments(f"a call of {name}", kwargs, ("dualkv", *layers.arguments(type(module))))
     # With images, given positions are compared with the model's where the images are placed.

@@ -26,6 +26,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from dualkv.branches import is_padded
+
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
 
@@ -120,7 +122,7 @@ class _Forward(_Mode):
                     kept.copy()
         out = func(*args, **kwargs)
         if func in self.ops:
-            self.results.append(self._kept(func, out) if self.keeps(func) else _Result(func))
+            self.results.append(self._kept(func, out) if self.keeps(func) and not is_padded() else _Result(func))
         elif func is _UNSAFE_VIEW and self.aliases:
             for storage in _storages([out]):
                 for kept in self.aliases.get(storage, ()):

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from dualkv.branches import Branch, walk
+from dualkv.branches import Branch
 from dualkv.data.trees import PackedSequences
 from dualkv.draws import Draws, Shape
 from dualkv.integrations import patching
@@ -32,6 +32,7 @@ from dualkv.integrations.transformers.traced import where_traced
 from dualkv.layout import Layout
 from dualkv.ops import backends
 from dualkv.packed_rows import PackedRows
+from dualkv.walks import walk
 
 # Relative difference allowed in the worst row of hidden states and in the worst gradient. fp32 rounding stays below
 # 1e-5 in hidden states; a wrong position or key makes more than 1e-2.

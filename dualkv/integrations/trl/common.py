@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -11,14 +11,18 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from dualkv.arrays import check_gib
+from dualkv.arrays import check_gib, positive
+from dualkv.branches import Branch
 from dualkv.data.gain import MIN_SHARED, pays_over
+from dualkv.data.memory import Memory
 from dualkv.data.packing import PackedBatch, pack_padded
+from dualkv.data.parts import TreePart
 from dualkv.data.trees import PackedSequences, pack_tree
 from dualkv.integrations.patching import Changes
 from dualkv.integrations.transformers import adapters, enable, layers, recompute_layers, support
 from dualkv.integrations.transformers.experts import load_balancing_loss
 from dualkv.prefixes import PrefixTree, read_sequences
+from dualkv.walks import walk_values
 
 Batch = dict[str, Any]
 
@@ -54,6 +58,31 @@ def refuse_memory(fast: bool, memory: float | None) -> None:
             raise ValueError(f"memory is {memory} GiB together with fast={fast}, expected fast=True")
 
 
+def checked_walk(walk: int | Memory | None) -> int | Memory | None:
+    """Return the argument `walk` of a trainer; raises TypeError or ValueError for what is no budget."""
+    return walk if walk is None or isinstance(walk, Memory) else positive("walk", walk)
+
+
+def refuse_walk(trainer: Any, **others: Any) -> None:
+    """Raises ValueError for a trainer whose micro-batches cannot be walked.
+
+    others: arguments of the trainer that have no walk beside them.
+    """
+    given = {name: value for name, value in others.items() if value}
+    if getattr(trainer, "aux_loss_enabled", False):
+        given["router_aux_loss_coef"] = trainer.router_aux_loss_coef
+    if getattr(trainer, "_is_vlm", False):
+        given["processing_class"] = "multimodal"
+    if trainer.accelerator.num_processes > 1:
+        given["number of processes"] = trainer.accelerator.num_processes
+    if given:
+        said = " and ".join(f"{name} {value}" for name, value in given.items())
+        raise ValueError(
+            f"walk is given together with {said}, expected a model of text in one process, without fast, canary or the"
+            " load balancing loss (router_aux_loss_coef=0)"
+        )
+
+
 def enable_policy(model: nn.Module, fast: bool, memory: float | None) -> None:
     """Enables a model that is trained, `fast` or not, with a limit of `memory` GiB where that is not None."""
     enable(model, fast=fast)
@@ -62,9 +91,9 @@ def enable_policy(model: nn.Module, fast: bool, memory: float | None) -> None:
 
 
 def enable_all(trainer: Any, fast: bool, memory: float | None) -> None:
-    """Enables the policy, as :func:`enable_policy` does, and the reference model of a trainer."""
+    """Enables the policy, as :func:`enable_policy` does, and the reference model of a trainer that has one."""
     enable_policy(trainer.model, fast, memory)
-    if trainer.ref_model is not None:
+    if getattr(trainer, "ref_model", None) is not None:
         enable(trainer.ref_model)
 
 
@@ -133,7 +162,11 @@ def at_tokens(values: torch.Tensor, rows: torch.Tensor, response_mask: torch.Ten
 
 
 def call(
-    model: Callable[..., Any], plain: nn.Module, batch: PackedBatch | PackedSequences, with_aux_loss: bool
+    model: Callable[..., Any],
+    plain: nn.Module,
+    batch: PackedBatch | PackedSequences,
+    with_aux_loss: bool,
+    labels: torch.Tensor | None = None,
 ) -> tuple[Any, torch.Tensor | None]:
     """The outputs of TRL's head, and if asked for the load balancing loss of the padded batch (TRL's head counts packed
     rows).
@@ -143,8 +176,10 @@ def call(
         plain: the same model without wrappers.
         batch: of :func:`pack_rollouts`.
         with_aux_loss: for a mixture of experts.
+        labels: [1, T] those of the batch, or fewer of them: the head skips rows whose label is -100.
     """
-    inputs = {"input_ids": batch.input_ids, "shift_labels": batch.labels, "dualkv": batch.layout}
+    labels = batch.labels if labels is None else labels
+    inputs = {"input_ids": batch.input_ids, "shift_labels": labels, "dualkv": batch.layout}
     if isinstance(batch, PackedBatch):
         inputs |= batch.media
     if not with_aux_loss:
@@ -155,3 +190,42 @@ def call(
         watched.behind(lambda _module, _args, out: found.append(out.router_logits))
         outputs = model(**inputs, fused_lm_head=True, output_router_logits=True)
     return outputs, load_balancing_loss(plain, found[0], batch)
+
+
+def walk_head(
+    model: Callable[..., Any],
+    batch: PackedBatch | PackedSequences,
+    budget: int | Memory,
+    names: Sequence[str],
+    response_mask: torch.Tensor,
+    labels: torch.Tensor | None = None,
+) -> dict[str, torch.Tensor]:
+    """Compute what TRL's head says of each token of the responses, by walks, forward and backward.
+
+    Args:
+        model, batch, labels: as for :func:`call`.
+        budget: of :func:`dualkv.walk_values`.
+        names: of outputs [1, T] of the head; those that it does not make are left out.
+        response_mask: [N, R] of the batch, with a token at least.
+
+    Returns:
+        [N, R] by name, 0 where response_mask is not set.
+    """
+    tree = PackedSequences.from_batch(batch) if isinstance(batch, PackedBatch) else batch
+    wanted = tree.labels if labels is None else labels
+    made: dict[str, torch.dtype] = {}
+
+    def forward(input_ids: torch.Tensor, branch: Branch) -> Any:
+        own = wanted[:, branch.rows.to(wanted.device)]
+        return model(input_ids=input_ids, shift_labels=own, dualkv=branch, fused_lm_head=True)
+
+    def values(outputs: Any, part: TreePart) -> torch.Tensor:
+        found = {name: x for name in names if (x := outputs.get(name)) is not None}
+        made.update({name: x.dtype for name, x in found.items()})
+        columns = [x[0][part.predict_rows].to(outputs.log_probs.dtype) for x in found.values()]
+        return part.expand(torch.stack(columns, 1))
+
+    found = walk_values(tree, budget, forward, values)
+    places = torch.arange(len(found), device=found.device)
+    columns = zip(made.items(), found.unbind(1), strict=True)
+    return {name: at_tokens(x[None].to(dtype), places, response_mask) for (name, dtype), x in columns}

@@ -20,6 +20,7 @@ from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, uns
 from dualkv.arrays import positive
 from dualkv.canary import packed_vs_separate
 from dualkv.data.media import OF_TOKENS, grouped
+from dualkv.data.memory import Memory
 from dualkv.data.packing import PackedBatch
 from dualkv.data.trees import PackedSequences
 from dualkv.integrations import losses
@@ -31,6 +32,7 @@ from dualkv.integrations.trl.common import (
     Batch,
     at_tokens,
     call,
+    checked_walk,
     enable_all,
     joined,
     pack_rollouts,
@@ -38,8 +40,10 @@ from dualkv.integrations.trl.common import (
     refuse_memory,
     refuse_model,
     refuse_trainer,
+    refuse_walk,
     rows_of_tokens,
     tokens_of_rows,
+    walk_head,
 )
 
 Base: Any = object  # stands for the trainer that follows the mixin
@@ -93,12 +97,17 @@ class PackedGroups(Base):
         memory: with `fast`, that limit in GiB, as for :func:`dualkv.integrations.transformers.recompute_layers`; by
             default 0.9 of the GPU's memory.
         canary: optimizer steps from one canary to the next, the first one in the first step; none by default.
+        walk: a budget of rows, or a :class:`dualkv.Memory`, for micro-batches that do not fit into memory in one pass:
+            the packed row runs in parts (:func:`dualkv.walk_values`), with whole groups and their losses. None: in one
+            pass. One process, models of text.
 
     Raises:
         ValueError: by the constructor for a model that :func:`dualkv.integrations.transformers.enable` refuses, a
             vision-language model whose images do not run packed, PEFT adapters that `enable` refuses,
-            `neftune_noise_alpha`, a `canary` below 1, or a `memory` that is not positive, without `fast`, off a GPU or
-            beside other ranks; in training for images in completions, and inputs other than text and images.
+            `neftune_noise_alpha`, a `canary` below 1, a `memory` that is not positive, without `fast`, off a GPU or
+            beside other ranks, or a `walk` below 1, with `fast`, `canary`, images, the load balancing loss or other
+            ranks; in training for images in completions, and inputs other than text and images.
+        TypeError: a `walk` of another type.
     """
 
     _buffered_inputs: Any  # micro-batches of a generation batch, or None
@@ -110,10 +119,12 @@ class PackedGroups(Base):
         fast: bool = False,
         memory: float | None = None,
         canary: int | None = None,
+        walk: int | Memory | None = None,
         **kwargs: Any,
     ) -> None:
         refuse_memory(fast, memory)
         self._canary = None if canary is None else positive("canary", canary)
+        self._walk = checked_walk(walk)
         self._canary_step = -1  # the last step that had one
         bases = type(self).__mro__
         theirs = bases[bases.index(PackedGroups) + 1]
@@ -127,6 +138,8 @@ class PackedGroups(Base):
                 " to run packed: use TRL's own trainer"
             )
         refuse_trainer(self)
+        if walk is not None:
+            refuse_walk(self, fast=fast, canary=canary)
         enable_all(self, fast, memory)
         losses.warn_of_trl(self)
 
@@ -171,6 +184,10 @@ class PackedGroups(Base):
         batch = pack_rollouts(ids[:, :at], mask[:, :at], ids[:, at:], response_mask, of_prompts or None)
         rows = rows_of_tokens(batch)
         count_rows(self, batch, ids)
+        if self._walk is not None and response_mask.any():
+            with self.accelerator.autocast():
+                found = walk_head(model, batch, self._walk, ("log_probs", "entropy"), response_mask)
+            return found["log_probs"], found.get("entropy"), None
         with self.accelerator.autocast():
             outputs, aux_loss = call(model, self.accelerator.unwrap_model(model), batch, with_aux_loss)
             self._compare(model, batch, outputs.log_probs)

@@ -53,7 +53,7 @@ class OnlineDPOTrainer(Padded):
     ) -> torch.Tensor:
         """Log-probs [N, R] of the completions, 0 behind each."""
         if vision_inputs is not None:
-            raise ValueError("the batch has images: pairs are packed as text alone, use TRL's own trainer")
+            raise ValueError("the batch has images: text alone is packed, use TRL's own trainer")
         cut = max(prompt_ids.shape[1] + completion_ids.shape[1] - self.max_length, 0)  # as TRL does
         batch = pack_padded(prompt_ids[:, cut:], prompt_mask[:, cut:], completion_ids, completion_mask)
         logits = model(input_ids=batch.input_ids, dualkv=batch.layout, use_cache=False).logits[0]

@@ -81,8 +81,8 @@ def of_groups(trainer: Any, theirs: Any, ours: Any) -> None:
         refuse_unequal(type(trainer), compute)
 
 
-def of_pairs(trainer: Any, pack_head: Callable[[Any, Any], None]) -> None:
-    """Check what :func:`dualkv.integrations.trl.pairs.pack_head` makes of TRL's head."""
+def of_answers(trainer: Any, pack_head: Callable[[Any, Any], None]) -> None:
+    """Check what :func:`dualkv.integrations.trl.answers.pack_head` makes of TRL's head."""
 
     def compute(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
         labels = IDS.masked_fill(MASK == 0, -100)

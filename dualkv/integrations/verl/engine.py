@@ -21,8 +21,16 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLAttention
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLAttention
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5GatedDeltaNet
-from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer, Qwen3_5MoeGatedDeltaNet
+from transformers.models.qwen3_5.modeling_qwen3_5 import (
+    Qwen3_5DecoderLayer,
+    Qwen3_5GatedDeltaNet,
+    Qwen3_5TextModel,
+)
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
+    Qwen3_5MoeDecoderLayer,
+    Qwen3_5MoeGatedDeltaNet,
+    Qwen3_5MoeTextModel,
+)
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -53,7 +61,9 @@ OWN_ATTENTION = {cls: cls.forward for cls in (Qwen2VLAttention, Qwen2_5_VLAttent
 RECURRENT = (Qwen3_5GatedDeltaNet, Qwen3_5MoeGatedDeltaNet)
 for _cls in RECURRENT:
     recurrent.install_in(_cls)
-OWN_LAYERS = {cls: cls.forward for cls in (Qwen3_5DecoderLayer, Qwen3_5MoeDecoderLayer, *RECURRENT)}
+# Their decoders behind a vision tower get forwards that split rows over the ranks of Ulysses.
+DECODERS = (Qwen3_5TextModel, Qwen3_5MoeTextModel)
+OWN_LAYERS = {cls: cls.forward for cls in (Qwen3_5DecoderLayer, Qwen3_5MoeDecoderLayer, *RECURRENT, *DECODERS)}
 
 # Settings, beside the tensors, that veRL reads from a micro-batch to make a model's inputs and outputs.
 SETTINGS = ("pad_mode", "use_fused_kernels", "calculate_entropy", "calculate_sum_pi_squared")
@@ -61,11 +71,15 @@ SETTINGS = ("pad_mode", "use_fused_kernels", "calculate_entropy", "calculate_sum
 
 @dataclass
 class Running:
-    """The packed micro-batch that the model runs now; the decoder's hooks read it."""
+    """The packed micro-batch that the model runs now; the decoder's hooks read it.
+
+    unsplit: splits the rows that come out of a vision tower, where each rank has all.
+    """
 
     packed: PackedRollouts
     layout: Layout | PackedRows | None = None
     head: HeadRows | None = None
+    unsplit: Shard | None = None
 
 
 @EngineRegistry.register(model_type=MODEL_TYPE, backend=FSDP, device="cuda")
@@ -121,9 +135,14 @@ class DualKVEngine(PacksBatches, FSDPEngineWithLMHead):
         return module
 
     def _enter_decoder(self, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if self._running is None:
+        running = self._running
+        if running is None:
             return args, kwargs
-        return args, {**kwargs, "dualkv": self._running.layout}
+        kwargs = {**kwargs, "dualkv": running.layout}
+        if (shard := running.unsplit) is not None:
+            of_rows = {"inputs_embeds": 1, "position_ids": -1}
+            kwargs |= {name: shard.split(kwargs[name], dim) for name, dim in of_rows.items()}
+        return args, kwargs
 
     def _leave_decoder(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         if self._running is not None and self._running.head is not None:
@@ -155,12 +174,17 @@ class DualKVEngine(PacksBatches, FSDPEngineWithLMHead):
             head.reshard()
         return result
 
+    @functools.cached_property
+    def _splits_itself(self) -> bool:
+        """Whether the decoder is one whose rows the engine splits in packed calls, where veRL has not."""
+        return all(isinstance(decoder, DECODERS) for decoder in layers.decoders(self.module))
+
     def _images(self) -> verl_data.Images | str:
         """Find what is packed beside text, or say why nothing is."""
         families = media.families(self.module)
         if not families or any(how.ahead for how in families):
             return f"images of {self.module.config.model_type} are not known to run packed in veRL"
-        if self.use_ulysses_sp:
+        if self.use_ulysses_sp and not self._splits_itself:
             return "ulysses_sequence_parallel_size is above 1, which splits rows behind the check of their positions"
         if self._min_shared is not None:
             return f"{TREES} shares tokens, which may stand for other images"
@@ -254,15 +278,14 @@ class DualKVEngine(PacksBatches, FSDPEngineWithLMHead):
         # veRL pads to a bucket, and then to a multiple of the number of sequence-parallel ranks.
         bucket = self._get_packed_pad_size(of_rows.num_tokens)
         layout = padded(padded(of_rows, bucket), outputs["pad_size"] - bucket)
-        if self.use_ulysses_sp:
-            shard = Shard(layout, self.ulysses_parallel_group)
-            running.layout, rank, ranks = shard, shard.rank, shard.world_size
-        else:
-            running.layout, rank, ranks = layout, 0, 1
+        shard = Shard(layout, self.ulysses_parallel_group if self.use_ulysses_sp else None)
+        running.layout = shard if self.use_ulysses_sp else layout
         if of_images is not None:
-            running.layout = Placed(layout, inputs["position_ids"][1:])
+            running.layout = Placed(running.layout, shard.split(inputs["position_ids"][1:], 2))
         inputs.update({name: value.to(device) for name, value in packed.media.items()})
-        head = HeadRows.of(packed.head_rows, rank, layout.num_tokens // ranks, ranks)
+        if self._splits_itself and inputs["input_ids"].shape[1] > shard.num_tokens:
+            running.unsplit = shard
+        head = HeadRows.of(packed.head_rows, shard.rank, shard.num_tokens, shard.world_size)
         running.head = head.to(device)
         for name in ("input_ids_rmpad_rolled", "temperature_rmpad"):
             outputs[name] = outputs[name][running.head.rows]
@@ -398,19 +421,14 @@ def _refuse_beside(model: nn.Module) -> None:
 
 
 def _refuse_ulysses(model_config: Any, ranks: int) -> None:
-    """Raises ValueError for a model with recurrent layers whose rows would be split over `ranks`."""
+    """Raises ValueError for a model with recurrent layers whose heads the `ranks` of Ulysses cannot share."""
     if ranks == 1:
         return
     try:
         found = recurrent.mixers(support.without_weights(model_config.hf_config))
     except Exception:
         return  # as in `_checked`; the first call with a layout refuses such a model
-    if found:
-        name, mixer = found[0]
-        raise ValueError(
-            f"ulysses_sequence_parallel_size is {ranks} and {name} ({type(mixer).__name__}) is a recurrent layer, which"
-            " needs the states of the rows of all ranks before it: set ulysses_sequence_parallel_size=1"
-        )
+    recurrent.refuse(found, ranks)
 
 
 def _as_sequences(micro_batch: TensorDict, ids: torch.Tensor, offsets: torch.Tensor) -> TensorDict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,17 @@ def test_a_field_that_nobody_has_judged_is_refused_unless_it_has_its_default() -
     made.__module__ = "a_trainer.configs"  # fields of others are theirs
     configs.unjudged.cache_clear()
     configs.refuse(found)
+
+
+def test_products_of_8_bits_are_said_once() -> None:
+    found = config()
+    found.fp8 = "hybrid"
+    configs._warn.cache_clear()
+    with pytest.warns(UserWarning, match="fp8 is hybrid: a scale of 8 or 4 bits may be"):
+        configs.refuse(found)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        configs.refuse(found)
 
 
 def test_what_allowed_fields_mean_is_on_the_page() -> None:

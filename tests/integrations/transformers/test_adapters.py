@@ -154,8 +154,29 @@ def xlora(folder: Path) -> Any:
     )
 
 
+# Of each way in which adapters enter a layer one; all run before a release.
+OFTEN = (
+    "ADALORA",
+    "ADAPTION_PROMPT",
+    "BOFT",
+    "IA3",
+    "LN_TUNING",
+    "LOKR",
+    "LORA",
+    "OFT",
+    "TRAINABLE_TOKENS",
+    "VERA",
+    "XLORA",
+)
+EXACT = [
+    pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow)
+    for name, reason in adapters.TYPES.items()
+    if reason == adapters.EXACT
+]
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [name for name, reason in adapters.TYPES.items() if reason == adapters.EXACT])
+@pytest.mark.parametrize("name", EXACT)
 def test_exact_types(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits and the gradients of all adapters are exact in training, without dropout."""
     for module, content in {"sklearn": {}, "sklearn.cluster": {"KMeans": Clusters}}.items():
@@ -395,9 +416,7 @@ OF_WEIGHTS = {"BOFT", "LOHA", "LOKR"}  # OFT ignores its module_dropout
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "name", [n for n, r in adapters.TYPES.items() if r == adapters.EXACT and n not in {"ADAMSS", "XLORA"}]
-)
+@pytest.mark.parametrize("name", [x for x in EXACT if x.values[0] not in {"ADAMSS", "XLORA"}])
 def test_dropout_of_adapters(name: str) -> None:
     cls = PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType[name]]
     fields = [x.name for x in dataclasses.fields(cls) if "dropout" in x.name and not x.name.endswith("_scale")]

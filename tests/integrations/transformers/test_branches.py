@@ -171,7 +171,14 @@ def test_a_forgotten_branch_is_refused():
     assert not batch.layout._segments.use.seen
 
 
-@pytest.mark.parametrize("family", test_recurrent.FAMILIES)
+# Layers of one kind are walked in one way: a family of each, two more that hold their states otherwise.
+WALKED = ("qwen3_5_text", "kimi_linear", "nemotron_h", "falcon_h1", "zamba2", "lfm2", "minimax")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=() if name in WALKED else pytest.mark.slow) for name in test_recurrent.FAMILIES],
+)
 def test_recurrent_layers_in_fp64(family):
     """States and last inputs of convolutions come from the path, also where it is cut within a segment."""
     batch = packed()
@@ -180,7 +187,7 @@ def test_recurrent_layers_in_fp64(family):
         model = enable(test_recurrent.make(family, torch.float64))
         wanted = whole(model, batch, weights)
         expected = {name: gradient.clone() for name, gradient in gradients(model).items()}
-        for budget in (1, 3, 7, 100):
+        for budget in (1, 3, 7, 100) if family == "qwen3_5_text" else (3,):
             model.zero_grad()
             assert_close("loss", walked(model, batch, weights, budget), wanted, 1e-10)
             for name, gradient in gradients(model).items():

@@ -126,10 +126,13 @@ def test_a_head_that_is_its_weight() -> None:
     assert all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize("kind", ["muse_glimmer", "llama4", "nemotron_h", "opt", "ovis2"])
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("muse_glimmer", "llama4")]
+
+
+@pytest.mark.parametrize("kind", ["nemotron_h", "opt", "ovis2", *SLOW])
 def test_types_of_the_zoo(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`python -m tools.matrix` runs all: a scale and a cap; no base model; a hybrid; a projection in the decoder;
-    a tied weight of another width."""
+    """`python -m tools.matrix` runs all: a hybrid; a projection in the decoder; a tied weight of another width; a scale
+    and a cap; no base model."""
     monkeypatch.setattr(matrix, "WAYS", {"head": matrix.head})
     assert matrix.examine(kind)["head"]["outcome"] == zoo.EXACT
 

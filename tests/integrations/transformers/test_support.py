@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from dualkv.cli import commands
-from dualkv.integrations.transformers import selfcheck, support
+from dualkv.integrations.transformers import support
 from dualkv.integrations.transformers.layers import attention_modules, decoders
 from dualkv.integrations.transformers.shrink import shrink
 from tests.integrations.tiny import make_model
@@ -24,6 +24,12 @@ from tools import matrix, zoo
 
 # Fields of published configurations that matter to attention (and "refused": a part of each reason, null where the
 # model runs), with where they are published. What is not given is the default of transformers' class.
+SLOW = (
+    "ax-k1", "bamba-9b", "command-r7b", "exaone-4-32b", "falcon-h1", "glm-4.1v-9b", "granite-4-h", "hy4", "kimi-k2.5",
+    "kimi-linear-48b", "longcat-flash", "minimax-text-01", "ministral-3-8b", "ministral-8b", "mistral-7b-v0.3",
+    "mistral-large-4", "mixtral-8x7b", "muse-spark-816b", "olmo-hybrid-7b", "phi-4", "qwen2.5-vl-7b", "qwen3-vl-8b",
+    "qwen3.5-35b-a3b", "starcoder2-7b",
+)  # fmt: skip  # each is like another one here
 MODELS = json.loads((Path(__file__).parents[2] / "files" / "models.json").read_text())
 
 
@@ -37,9 +43,11 @@ def written(tmp_path: Path) -> Any:
     return write
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in MODELS]
+)
 def test_published_shapes(name: str, written: Any) -> None:
-    """The verdict on the whole model, and the small copy of each, which runs and has its head dims and layers."""
+    """The verdict on the whole model, and the small copy that it is by, which has the model's head dims and layers."""
     found = support.examine(written(MODELS[name]["config"]))
     expected = MODELS[name]["refused"] or []
     assert len(found.refusals) == len(expected)
@@ -48,11 +56,9 @@ def test_published_shapes(name: str, written: Any) -> None:
     assert found.runs == (not expected)
 
     model = support.without_weights(support.config_of(MODELS[name]["config"], name))
-    for decoder in decoders(model):
-        with selfcheck._untouched(), torch.no_grad():
-            small = selfcheck._copy(type(decoder), shrink(decoder.config))
-            hidden = small(input_ids=torch.arange(4, 40)[None], use_cache=False)[0]
-        assert hidden.isfinite().all()
+    for decoder in decoders(model):  # the self-check above has run the copy
+        with torch.device("meta"):
+            small = type(decoder)(shrink(decoder.config))
         assert sum(p.numel() for p in small.parameters()) < 6e7
         kinds, of_small = (
             [(type(m), getattr(m, "head_dim", None)) for m in attention_modules(d)] for d in (model, small)

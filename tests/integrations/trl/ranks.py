@@ -12,7 +12,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
 
 from dualkv.integrations.trl import DPOTrainer, GRPOTrainer, RewardTrainer
 from tests.integrations.trl.runs import Padded, train
-from tests.integrations.trl.test_pairs import dpo, rewards, scorer, trained
+from tests.integrations.trl.test_answers import dpo, rewards, scorer, trained
 
 
 def main(number: int, to: str) -> None:

@@ -13,6 +13,7 @@ from datasets import Dataset
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    BitsAndBytesConfig,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -45,6 +46,27 @@ SETTINGS = {
     "disable_tqdm": True,
     "seed": 3,
 }
+
+# For QLoRA, with products in fp32.
+NF4 = {
+    "dtype": torch.float32,
+    "quantization_config": BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    ),
+}
+
+
+def in_fp32(trainer: Any) -> Any:
+    """Undo that TRL casts the adapters of a quantized model to bf16, whose rounding is larger than what is compared."""
+    if getattr(trainer.model, "is_loaded_in_4bit", False):
+        assert any(type(module).__name__ == "Linear4bit" for module in trainer.model.modules())
+        for weight in trainer.model.parameters():
+            if weight.requires_grad:
+                weight.data = weight.data.float()
+    return trainer
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -184,7 +206,7 @@ def make_trainer(
             made = make_model(model, **(of_model or {}))
         made.generation_config.eos_token_id = [2, *range(80, VOCAB)]  # ends about one response in six at each token
         made.save_pretrained(path)
-    return cls(
+    trainer = cls(
         model=str(path),
         reward_funcs=reward,
         args=config(output_dir=str(folder / "out"), **SETTINGS | settings),
@@ -193,6 +215,7 @@ def make_trainer(
         processing_class=processor,
         peft_config=peft,
     )
+    return in_fp32(trainer)
 
 
 def train(cls: type[trl.GRPOTrainer], folder: Path, evaluate: bool = False, **settings: Any) -> Run:

@@ -20,9 +20,9 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from dualkv.integrations.transformers import disable
 from dualkv.integrations.trl import probe
 from dualkv.integrations.trl.async_grpo import AsyncGRPOTrainer
-from tests.integrations.tiny import VOCAB, make_featured, make_model
+from tests.integrations.tiny import VOCAB, gradients_asked, make_featured, make_model
 from tests.integrations.transformers.test_recurrent import make as make_recurrent
-from tests.integrations.trl.runs import SETTINGS, of_images, tokenizer
+from tests.integrations.trl.runs import NF4, SETTINGS, in_fp32, of_images, tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # TRL's own calls
 
@@ -111,7 +111,7 @@ def make(cls: Any, folder: Path, model: Any, peft: Any = None, **settings: Any) 
     common |= {"num_generations": OURS["responses"], "dtype": "float32", "token_budget": -1, "max_staleness": 100}
     common["learning_rate"] = 0.005  # larger steps make more of rounding than 1e-5 nats
     worker = Worker()
-    return cls(
+    trainer = cls(
         str(folder / "model"),
         reward_funcs=[],
         args=AsyncGRPOConfig(str(folder / "out"), **common | settings),
@@ -121,6 +121,7 @@ def make(cls: Any, folder: Path, model: Any, peft: Any = None, **settings: Any) 
         weight_transfer=worker,
         peft_config=peft,
     )
+    return in_fp32(trainer)
 
 
 def train(cls: Any, folder: Path, model: Any, **settings: Any) -> Any:
@@ -167,6 +168,16 @@ LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora
 @pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])
 def test_trains_as_trl(peft: Any, checkpointing: bool, folder: Path, tmp_path: Path) -> None:
     compare(theirs.AsyncGRPOTrainer, tmp_path, make_model("qwen3"), peft=peft, gradient_checkpointing=checkpointing)
+
+
+def test_qlora(tmp_path: Path) -> None:
+    compare(theirs.AsyncGRPOTrainer, tmp_path, make_model("qwen3"), peft=LORA, model_init_kwargs=NF4)
+
+
+def test_adapters_ask_for_their_gradients(tmp_path: Path) -> None:
+    """The first layer needs no gradient of its keys."""
+    trainer = make(AsyncGRPOTrainer, tmp_path, make_model("qwen3"), peft=LORA, gradient_checkpointing=False)
+    assert gradients_asked(trainer.train) == {"qv", "qkv"}
 
 
 def test_windows_and_a_budget_of_tokens(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import typer
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # read when its prefix tree is imported
 from tools import filed
 from tools.bench import trl as bench_trl
+from tools.bench import trl_async
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 
@@ -98,3 +99,19 @@ def test_a_way_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ways = filed.read(path)["traces"]["trace-search-0-n3-x0.02"]["ways"]
     assert ways["tree"] == {"error": "ZeroDivisionError: division by zero"}
     assert {"padded", "packed"} == {way for way, made in ways.items() if "seconds" in made}
+
+
+def test_asynchronous_trainers_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both trainers, and the stock model on every path alone, make the same of a trace."""
+    monkeypatch.setattr(bench_trl.FlashAttention4, "flash_attn_varlen_func", staticmethod(segments))
+    monkeypatch.setattr(trl_async.theirs, "get_peak_flops_per_device", lambda *_: None)
+    name, path = "trace-tau2-1-n2-t3-x0.02", tmp_path / "async.json"
+    given = {"model": "tiny", "layers": 1, "dtype": "float32", "autocast": False, "turns": 1, "seconds": 0.0}
+    trl_async.main(path, trace=[name], distance=[name], **given)
+    found = filed.read(path)
+    timed, apart = found["traces"][name], found["distance"][name]
+    assert found["refused"] == {}
+    assert all(timed[way]["median"] > 0 for way in ("trl", "dualkv"))
+    for figures in (timed["dualkv"], apart["trl"], apart["dualkv"]):
+        assert 0 < figures["gradients_apart"] < 1e-5
+        assert figures["log_probs_apart"]["max"] < 1e-5

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import trl
 
-from dualkv.integrations.trl import GRPOTrainer, PackedGroups
+from dualkv.integrations.trl import GRPOTrainer, PackedGroups, SFTTrainer
 from tests.documents import blocks, parse, shown, words_of
 from tests.integrations.tiny import make_model
 from tests.integrations.trl.runs import tokenizer
@@ -21,8 +21,9 @@ OURS = [w for _, c, _ in shown() if (w := words_of(c))[:3] == ["python", "-m", "
 def test_the_trainer_of_the_page_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model("qwen3").save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
-    small = {"max_steps": 1, "max_completion_length": 6, "use_cpu": True, "bf16": False, "output_dir": str(tmp_path)}
-    monkeypatch.setattr(trl, "GRPOConfig", partial(trl.GRPOConfig, **small, report_to="none"))
+    small = {"max_steps": 1, "use_cpu": True, "bf16": False, "output_dir": str(tmp_path), "report_to": "none"}
+    monkeypatch.setattr(trl, "GRPOConfig", partial(trl.GRPOConfig, **small, max_completion_length=6))
+    monkeypatch.setattr(trl, "SFTConfig", partial(trl.SFTConfig, **small))
     block, *others = blocks("trl.md", {"python"})
     space: dict[str, object] = {}
     exec(block.replace("Qwen/Qwen3-0.6B", str(tmp_path / "model")), space)
@@ -33,6 +34,9 @@ def test_the_trainer_of_the_page_trains(tmp_path: Path, monkeypatch: pytest.Monk
     for other in others:
         exec(other, space)
     assert issubclass(space["PackedGMPOTrainer"], PackedGroups)
+    assert space["SFTTrainer"] is SFTTrainer
+    rows = space["dataset"]
+    assert set(rows["prompt"][::2]) != set(rows["prompt"][1::2])
 
 
 @pytest.mark.parametrize("words", OURS, ids=" ".join)

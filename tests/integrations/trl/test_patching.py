@@ -10,7 +10,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from dualkv.integrations import patching
 from dualkv.integrations.transformers import enable
-from dualkv.integrations.trl.pairs import pack_head, pack_score
+from dualkv.integrations.trl.answers import pack_head, pack_score
 from tests.integrations import states
 from tests.integrations.tiny import SIZES, make_model
 

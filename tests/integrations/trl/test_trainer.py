@@ -23,6 +23,7 @@ from tests.integrations.tiny import VOCAB, assert_close, make_featured, make_mod
 from tests.integrations.transformers.test_fast import Memory
 from tests.integrations.transformers.test_recurrent import make as make_recurrent
 from tests.integrations.trl.runs import (
+    NF4,
     SETTINGS,
     GMPOTrainer,
     Padded,
@@ -69,6 +70,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "luspo, sequences": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
     "mixture of experts": {"model": "qwen3_moe", "router_aux_loss_coef": 0.5},
     "adapters": {"peft": LORA, "beta": 0.04},
+    "QLoRA": {"peft": LORA, "beta": 0.04, "model_init_kwargs": NF4},
     "images": {"model": "images", "beta": 0.04, "steps_per_generation": 4, "learning_rate": 0.01},
     "padded to multiples, no checkpointing": {"pad_to_multiple_of": 16, "gradient_checkpointing": False},
 }

@@ -116,6 +116,17 @@ ONE: dict[str, dict[str, Any]] = {
 }
 
 # The other families; these tests are slow.
+FAMILIES = (
+    "qwen3_next",
+    "qwen3_5_moe_text",
+    "nemotron_h",
+    "falcon_h1",
+    "bamba",
+    "granitemoehybrid",
+    "lfm2",
+    "lfm2_moe",
+    "minimax",
+)
 HYBRIDS: dict[str, dict[str, Any]] = {
     "stock-hybrid-turns": PADDED | HYBRID | TURNS,
     "hybrid-roomy": PACKED | HYBRID | {"budget": ROOMY, "pad_to": 64},
@@ -123,8 +134,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "hybrid-fused": PACKED | HYBRID | {"fused": "torch", "keep": "attention"},
     "hybrid-trees": TREES | HYBRID | {"budget": LONG},
 }
-for _model in ("qwen3_next", "qwen3_5_moe_text", "nemotron_h", "falcon_h1", "bamba", "granitemoehybrid", "lfm2",
-               "lfm2_moe", "minimax"):  # fmt: skip
+for _model in FAMILIES:
     HYBRIDS[f"stock-{_model}"] = PADDED | {"model": _model}
     HYBRIDS[_model] = PACKED | {"model": _model, "budget": TIGHT}
 # The model with images, in which veRL puts layers of its own.
@@ -136,6 +146,19 @@ HYBRIDS |= {
     "images-3.5-none": PACKED | HYBRID_IMAGES | WITHOUT | {"budget": TIGHT},
     "stock-images-3.5-none": PADDED | HYBRID_IMAGES | WITHOUT,
 }
+
+# Hybrid models over two and four ranks of Ulysses; the other families and the other ways are slow.
+OVER_TWO: dict[str, dict[str, Any]] = {
+    "sp2-hybrid-fsdp1": PACKED | HYBRID | {"sp": 2, "strategy": "fsdp", "checkpointing": False},
+    "sp2-hybrid-fused": PACKED | HYBRID | {"sp": 2, "fused": "torch", "keep": "attention", "pad_to": 33},
+    "sp2-hybrid-trees": TREES | HYBRID | {"sp": 2},
+}
+for _name in ("images-3.5", "images-3.5-none"):
+    OVER_TWO[f"sp2-{_name}"] = HYBRIDS[_name] | {"sp": 2, "budget": TIGHT // 2}
+OVER_FOUR: dict[str, dict[str, Any]] = {"sp4-hybrid": PACKED | HYBRID | {"sp": 4}}
+for _model in FAMILIES:
+    OVER_TWO[f"sp2-{_model}"] = PACKED | {"model": _model, "sp": 2, "budget": TIGHT // 2}
+    OVER_FOUR[f"sp4-{_model}"] = PACKED | {"model": _model, "sp": 4}
 
 # Ranks hold rollouts 0 to 3 and 4 to 7 of each eight: in the second update one rank has a group of one beside others.
 TWO: dict[str, dict[str, Any]] = {
@@ -159,6 +182,7 @@ TWO: dict[str, dict[str, Any]] = {
     "dp2-critic": PACKED | CRITIC | {"budget": TIGHT},
     "sp2-critic": PACKED | CRITIC | {"sp": 2},
     "dp2-hybrid": PACKED | HYBRID | {"budget": TIGHT},
+    "sp2-hybrid": PACKED | HYBRID | {"sp": 2, "budget": TIGHT // 2},
     "dp2-images": PACKED | IMAGES | {"budget": TIGHT},
 }
 
@@ -243,7 +267,6 @@ ONE_MORE: dict[str, dict[str, Any]] = {
     "distillation": PACKED | {"run": "scored", "settings": {"distillation_only": False, "distillation_use_topk": True}},
 }
 TWO_MORE: dict[str, dict[str, Any]] = {
-    "sp2-hybrid": PACKED | HYBRID | {"run": "scored", "sp": 2},
     "sp2-images": PACKED | IMAGES | {"run": "scored", "sp": 2},
     "dp2-one-rank-multimodal": PACKED | {"run": "multimodal", "at": 1},
     "sp2-bench": {
@@ -262,4 +285,6 @@ SCENARIOS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "hybrids": (1, HYBRIDS),
     "two": (2, TWO | TWO_MORE),
     "four": (4, FOUR | FOUR_MORE),
+    "hybrids-over-two": (2, OVER_TWO),
+    "hybrids-over-four": (4, OVER_FOUR),
 }

@@ -383,7 +383,7 @@ def balance(plan, clusters):
 def test_few_items_end_together(prompt, responses, head_dim, kv_heads, least):
     seg, tile = segments([prompt], [responses]), backward_tile(head_dim)
     plan = backward_work(seg, tile, 32, kv_heads, 132)
-    if seg.total < 7000:  # all pairs of longer ones take a gigabyte
+    if seg.total < 4000:  # all pairs of longer ones take seconds and a gigabyte
         check(seg, tile, plan, 32, kv_heads)
     assert balance(plan, 66) > least
 

@@ -10,9 +10,9 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from dualkv import sequence_parallel
 from dualkv.integrations.transformers.recurrent import waves
 from dualkv.integrations.transformers.recurrent.walked import Trees
-from dualkv.layout import Layout
 
 Tensor = torch.Tensor
 # (rows of a wave, initial states [N, ...] or None, the wave) -> (results, final states [N, ...] or None)
@@ -20,13 +20,18 @@ Run = Callable[[list[Tensor], Tensor | None, waves.Wave], tuple[Tensor, Tensor |
 
 
 def convolve(
-    conv: Callable[..., Tensor], layout: Layout, x: Tensor, weight: Tensor, bias: Tensor | None, **kwargs: Any
+    conv: Callable[..., Tensor],
+    windows: waves.Windows | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    **kwargs: Any,
 ) -> Tensor:
     """A causal depthwise convolution along the paths of a layout.
 
     Args:
         conv: `conv(x, weight, bias, **kwargs)` convolves sequences [N, C, L], with zeros before each.
-        layout: of T tokens.
+        windows: of the layout's T tokens; None where no row reads another.
         x: [1, C, T].
         weight: [C, k].
         bias: [C] or None.
@@ -34,57 +39,78 @@ def convolve(
     Returns:
         [1, C, T].
     """
-    back = weight.shape[-1] - 1
-    out = conv(x, weight, bias, **kwargs)
-    if not back or not layout.num_tokens:
-        return out
-    again = waves.windows(layout, back, x.device)
-    around = x[0].t()[again.around].masked_fill(again.missing[..., None], 0)  # [M, 2 back, C]
-    right = conv(around.transpose(1, 2).contiguous(), weight, bias, **kwargs)[:, :, back:]  # [M, C, back]
-    right = right.transpose(1, 2).reshape(-1, x.shape[1])[again.results]  # [R, C]
+    if windows is None:
+        return conv(x, weight, bias, **kwargs)
+    rows, around = _Reread.apply(x.transpose(1, 2), windows.around, windows.halo)
+    out = conv(rows.transpose(1, 2), weight, bias, **kwargs)
+    around = around.masked_fill(windows.missing[..., None], 0)  # [M, 2 back, C]
+    right = conv(around.transpose(1, 2).contiguous(), weight, bias, **kwargs)[:, :, weight.shape[-1] - 1 :]
+    right = right.transpose(1, 2).reshape(-1, x.shape[1])[windows.results]  # [R, C]
     # Channels become neighbours in memory, as scans read them.
-    return out.transpose(1, 2).index_copy(1, again.rows, right[None]).transpose(1, 2)
+    return out.transpose(1, 2).index_copy(1, windows.rows, right[None]).transpose(1, 2)
 
 
 def convolve_at_once(
-    conv: Callable[..., Tensor], layout: Layout, x: Tensor, weight: Tensor, bias: Tensor | None, **kwargs: Any
+    conv: Callable[..., Tensor],
+    windows: waves.Windows | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    **kwargs: Any,
 ) -> Tensor:
     """Run :func:`convolve` by a `conv` that takes `initial_state` [M, C, k] and `cu_seqlens` of M sequences in a row.
 
     A state is the k rows before a sequence, the last one last; its first is not read.
     """
-    back = weight.shape[-1] - 1
-    if not back or not layout.num_tokens:
+    if windows is None:
         return conv(x, weight, bias, **kwargs)
-    segments = waves.windows(layout, back, x.device)
-    rows, before = _Reread.apply(x.transpose(1, 2), segments.around[:, :back])
-    before = before.masked_fill(segments.missing[:, :back, None], 0)  # [M, back, C]
+    back = weight.shape[-1] - 1
+    rows, before = _Reread.apply(x.transpose(1, 2), windows.around[:, :back], windows.halo)
+    before = before.masked_fill(windows.missing[:, :back, None], 0)  # [M, back, C]
     return conv(
         rows.transpose(1, 2),
         weight,
         bias,
         initial_state=F.pad(before.transpose(1, 2), (1, 0)),
-        cu_seqlens=segments.cu_seqlens,
-        cu_seqlens_cpu=segments.cu_seqlens_cpu,
+        cu_seqlens=windows.cu_seqlens,
+        cu_seqlens_cpu=windows.cu_seqlens_cpu,
         **kwargs,
     )
 
 
 class _Reread(torch.autograd.Function):
-    """x [1, T, C] and `x[0, at]`. PyTorch would write the gradient of the latter into [T, C] zeros and add those."""
+    """x [1, T, C] and `x[0, at]`. PyTorch would write the gradient of the latter into [T, C] zeros and add those.
+
+    With a halo `at` counts its own rows and then those that other ranks send; their gradients are sent back.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, at: Tensor, halo: waves.Halo | None) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(at)
-        return x.view_as(x), x[0, at]
+        ctx.halo = halo
+        rows = x[0]
+        if halo is not None:
+            received = sequence_parallel.sent(rows[halo.sent], halo.sent_to, halo.received_from, halo.group)
+            rows = torch.cat([rows[halo.own], received])
+        return x.view_as(x), rows[at]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, grad_of_rows: Tensor) -> tuple[Tensor, None]:
-        (at,) = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, grad_of_rows: Tensor) -> tuple[Tensor, None, None]:
+        (at,), halo = ctx.saved_tensors, ctx.halo
         grad = grad.clone()
-        grad[0].index_put_((at,), grad_of_rows, accumulate=True)
-        return grad, None
+        if halo is None:
+            grad[0].index_put_((at,), grad_of_rows, accumulate=True)
+            return grad, None, None
+        whole = grad.new_zeros(len(halo.own) + sum(halo.received_from), grad.shape[2])
+        whole.index_put_((at,), grad_of_rows, accumulate=True)
+        grad[0].index_add_(0, halo.own, whole[: len(halo.own)])
+        back = sequence_parallel.sent(whole[len(halo.own) :], halo.received_from, halo.sent_to, halo.group)
+        # One rank after the other: several may have read the same row, and sums keep their order so.
+        for rows, part in zip(halo.sent.split(halo.sent_to), back.split(halo.sent_to), strict=True):
+            if len(rows):
+                grad[0].index_add_(0, rows, part)
+        return grad, None, None
 
 
 def scan(trees: Trees, rows: Sequence[Tensor], run: Run) -> Tensor:
@@ -92,16 +118,16 @@ def scan(trees: Trees, rows: Sequence[Tensor], run: Run) -> Tensor:
 
     Args:
         trees: of T tokens, 1 or more. In a part of a walk the first wave starts from the path's states, and a trunk
-            keeps its own.
+            keeps its own. Where ranks share the tokens, T counts those of all ranks.
         rows: tensors [1, T, ...].
         run: takes the rows [1, W, ...] of a wave, in the order of its segments, and makes results [1, W, ...].
 
     Returns:
-        The results [1, T, ...] in packed order.
+        The results [1, T, ...] in the order of the given rows.
     """
     device, key = rows[0].device, trees.scan_key()
     inherited = trees.initial(key, device)
-    order = waves.order(trees.layout, device, trees.keeps)
+    order = trees.order(device)
     if order.rows is not None:
         rows = [_Reordered.apply(x, order.rows, order.places) for x in rows]
     results: list[Tensor] = []

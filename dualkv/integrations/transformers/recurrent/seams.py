@@ -27,9 +27,9 @@ from dualkv.integrations import flash_linear_attention, patching
 from dualkv.integrations.transformers import masks
 from dualkv.integrations.transformers.recurrent import earlier, kernels
 from dualkv.integrations.transformers.recurrent.ops import convolve, convolve_at_once, padded, scan
-from dualkv.integrations.transformers.recurrent.walked import Trees, trees_of
-from dualkv.integrations.transformers.recurrent.waves import Wave
-from dualkv.layout import Layout
+from dualkv.integrations.transformers.recurrent.sharded import trees_of
+from dualkv.integrations.transformers.recurrent.walked import Trees
+from dualkv.integrations.transformers.recurrent.waves import Wave, Windows
 
 Tensor = torch.Tensor
 
@@ -229,10 +229,10 @@ def _conv(own: Callable[..., Any]) -> Callable[..., Any]:
         weight, bias = given["weight"], given.get("bias")
         conv = kernels.convolution(given.get("activation"), x.device)
 
-        def run(layout: Layout, x: Tensor) -> Tensor:
+        def run(windows: Windows | None, x: Tensor) -> Tensor:
             if conv is None:
-                return convolve(_for(own, x), layout, x, weight, bias, **activation)
-            return convolve_at_once(conv, layout, x, weight, bias, **activation)
+                return convolve(_for(own, x), windows, x, weight, bias, **activation)
+            return convolve_at_once(conv, windows, x, weight, bias, **activation)
 
         return trees.convolve(run, x, weight.shape[-1] - 1)
 
@@ -270,7 +270,8 @@ def _delta_rule(kernel: str) -> Callable[[Callable[..., Any]], Callable[..., Any
                 assert function is not None
                 return _varlen(function, rows[:3], {"g": rows[3], "beta": rows[4]}, initial, wave, given)
 
-            return scan(trees, rows, padded(batch) if function is None else varlen)
+            out = scan(trees, trees.to_heads(rows), padded(batch) if function is None else varlen)
+            return trees.to_rows(out)
 
         return call
 
@@ -323,6 +324,9 @@ def _mamba2(own: Callable[..., Any]) -> Callable[..., Any]:
         x, dt, decay, b, c = (given.pop(name) for name in ("hidden_states", "dt", "A", "B", "C"))
         if not trees.num_tokens:
             return torch.zeros_like(x)
+        x, dt, b, c = trees.to_heads([x, dt, b, c])
+        decay = trees.share(decay)
+        given |= {name: trees.share(given[name]) for name in ("D", "dt_bias") if given.get(name) is not None}
         dt = _step(dt, given.pop("dt_bias", None), given.pop("dt_softplus", False), given.pop("dt_limit", None))
 
         def batch(rows: list[Tensor], initial: Tensor | None, keep: bool) -> tuple[Tensor, Tensor | None]:
@@ -330,7 +334,7 @@ def _mamba2(own: Callable[..., Any]) -> Callable[..., Any]:
             found = _for(own, x)(x, dt, decay, b, c, initial_states=initial, return_final_states=keep, **given)
             return found if keep else (found, None)
 
-        return scan(trees, [x, dt, b, c], padded(batch))
+        return trees.to_rows(scan(trees, [x, dt, b, c], padded(batch)))
 
     return call
 
@@ -378,10 +382,11 @@ def _lightning(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _lightning_scan(trees: Trees, rows: list[Tensor], slope: Tensor, block: int) -> Tensor:
-    """q, k, v [1, T, H, D] and slope [H, 1, 1] -> [1, T, H, D]: state = exp(-slope) * state + k v^T, out = q state."""
+    """q, k, v [1, t, H, D] and slope [H, 1, 1] -> [1, t, H, D]: state = exp(-slope) * state + k v^T, out = q state."""
     if not trees.num_tokens:
         return torch.zeros_like(rows[2])
     function = kernels.library("chunk_simple_gla", rows[0].device)
+    rows, slope = trees.to_heads(rows), trees.share(slope)
     slope = slope.to(torch.promote_types(rows[0].dtype, torch.float32))
 
     def varlen(rows: list[Tensor], initial: Tensor | None, wave: Wave) -> tuple[Tensor, Tensor | None]:
@@ -392,9 +397,9 @@ def _lightning_scan(trees: Trees, rows: list[Tensor], slope: Tensor, block: int)
         return _lightning_blocks(rows, initial, slope, block)
 
     if function is not None:
-        return scan(trees, rows, varlen)
+        return trees.to_rows(scan(trees, rows, varlen))
     exists = torch.ones_like(rows[0][:, :, 0, 0])  # [1, T]; 0 at padding, for which no time passes
-    return scan(trees, [*rows, exists], padded(batch))
+    return trees.to_rows(scan(trees, [*rows, exists], padded(batch)))
 
 
 def _lightning_blocks(rows: list[Tensor], state: Tensor | None, slope: Tensor, block: int) -> tuple[Tensor, Tensor]:

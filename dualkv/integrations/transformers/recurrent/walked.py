@@ -19,7 +19,6 @@ from torch import nn
 from dualkv.branches import Branch
 from dualkv.integrations.transformers.recurrent import waves
 from dualkv.layout import Layout
-from dualkv.packed_rows import packed_rows
 
 Tensor = torch.Tensor
 
@@ -50,17 +49,33 @@ class Trees:
     def keep_state(self, key: Hashable, behind: int, state: Tensor) -> None:
         """Keep the state [1, ...] behind the first own rows for other calls."""
 
-    def convolve(self, run: Callable[[Layout, Tensor], Tensor], x: Tensor, back: int) -> Tensor:
+    def order(self, device: torch.device) -> waves.Order:
+        """The waves of a scan."""
+        return waves.order(self.layout, device, self.keeps)
+
+    def to_heads(self, rows: list[Tensor]) -> list[Tensor]:
+        """Tensors [1, t, H, ...] of own rows as those of a scan: [1, T, heads of this rank, ...]."""
+        return rows
+
+    def to_rows(self, x: Tensor) -> Tensor:
+        """The results [1, T, heads of this rank, ...] of a scan as [1, t, H, ...] of own rows."""
+        return x
+
+    def share(self, weight: Tensor) -> Tensor:
+        """The heads of a weight [H, ...] that this rank scans."""
+        return weight
+
+    def convolve(self, run: Callable[[waves.Windows | None, Tensor], Tensor], x: Tensor, back: int) -> Tensor:
         """A causal convolution that reads `back` rows back.
 
         Args:
-            run: convolves [1, C, T] along the paths of a layout.
+            run: convolves [1, C, T] by the windows of a layout.
             x: [1, C, t].
 
         Returns:
             [1, C, t].
         """
-        return run(self.layout, x)
+        return run(waves.windows(self.layout, back, x.device), x)
 
 
 class Walked(Trees):
@@ -103,23 +118,24 @@ class Walked(Trees):
         return self._key("state")
 
     # ------------------------------------------------------------------ convolutions
-    def convolve(self, run: Callable[[Layout, Tensor], Tensor], x: Tensor, back: int) -> Tensor:
+    def convolve(self, run: Callable[[waves.Windows | None, Tensor], Tensor], x: Tensor, back: int) -> Tensor:
         self.branch.check_gradients()
         if not back:
-            return run(self.layout, x)
+            return super().convolve(run, x, back)
         key, part = self._key("convolution"), self.branch.part
         tails = [self.branch.kept_above((key, rows))[0] for rows in self._starts]
         if self.keeps and not tails:
             tails = [x.new_zeros(x.shape[1], back)]  # zeros are what a path begins behind
         if not tails:
-            return run(self.layout, x)
+            return super().convolve(run, x, back)
         behind, sizes = _behind(self.layout, part.hangs_at, self._starts, back)
         parts = [piece for tail, own in zip(tails, x.split(sizes, 2), strict=True) for piece in (tail[None], own)]
         before = torch.cat(parts, 2)
         if self.keeps:
             for cut in part.cuts:
                 self.branch.keep((key, part.path_rows + cut), before[0, :, cut : cut + back].clone())
-        return torch.cat(run(behind, before).split([piece.shape[2] for piece in parts], 2)[1::2], 2)
+        out = run(waves.windows(behind, back, x.device), before)
+        return torch.cat(out.split([piece.shape[2] for piece in parts], 2)[1::2], 2)
 
 
 def at_layer(dualkv: Any, layer: nn.Module) -> Any:
@@ -132,24 +148,6 @@ def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if kwargs.get("dualkv") is None:
         return None
     return args, {**kwargs, "dualkv": at_layer(kwargs["dualkv"], module)}
-
-
-def trees_of(dualkv: object) -> Trees:
-    """The trees of a call that got `dualkv`.
-
-    Raises:
-        ValueError: some rows of a layout, as a rank or a part of a walk has that :func:`at_layer` did not see.
-        TypeError: neither a layout nor packed rows.
-    """
-    if isinstance(dualkv, Trees):
-        return dualkv
-    packed = packed_rows(dualkv)
-    if packed.rows is not None:
-        raise ValueError(
-            f"dualkv is a {type(dualkv).__name__}, expected a dualkv.Layout: recurrent layers run without sequence"
-            " parallelism"
-        )
-    return Trees(packed.whole)
 
 
 def _roots(layout: Layout) -> list[int]:

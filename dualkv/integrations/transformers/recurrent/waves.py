@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from dualkv.arrays import IntArray, outside_inference_mode
 from dualkv.layout import Layout
@@ -155,6 +156,23 @@ class Order(NamedTuple):
     places: torch.Tensor | None
 
 
+class Halo(NamedTuple):
+    """The rows that convolutions of a rank read, some of which come from other ranks.
+
+    Attributes:
+        own: [n] int64: the rank's own rows among them, each once.
+        sent: [m] int64: own rows that other ranks read, in the order of these ranks.
+        sent_to, received_from: rows for each rank.
+        group: the ranks.
+    """
+
+    own: torch.Tensor
+    sent: torch.Tensor
+    sent_to: list[int]
+    received_from: list[int]
+    group: dist.ProcessGroup | None
+
+
 class Windows(NamedTuple):
     """The rows that a convolution reads before each of M segments, b = k - 1 rows back, and those computed again.
 
@@ -165,6 +183,7 @@ class Windows(NamedTuple):
         rows: [R] int64: the packed rows that these replace.
         cu_seqlens: [M + 1] int64: the first packed row of each segment that has tokens, then the number of rows.
         cu_seqlens_cpu: the same on the host.
+        halo: where rows lie on several ranks; `around` counts its own rows and the received ones behind them then.
     """
 
     around: torch.Tensor
@@ -173,6 +192,7 @@ class Windows(NamedTuple):
     rows: torch.Tensor
     cu_seqlens: torch.Tensor
     cu_seqlens_cpu: torch.Tensor
+    halo: Halo | None = None
 
 
 def order(layout: Layout, device: torch.device, keep: bool = False) -> Order:
@@ -186,10 +206,12 @@ def of_first_wave(segments: Segments) -> IntArray:
     return np.flatnonzero(_depths(segments)[1][:-1] == 0)
 
 
-def windows(layout: Layout, back: int, device: torch.device) -> Windows:
-    """Find the rows that a convolution which reads `back` rows back, one or more, computes again."""
+def windows(layout: Layout, back: int, device: torch.device) -> Windows | None:
+    """Find the rows that a convolution which reads `back` rows back computes again; None if there are none."""
+    if not back or not layout.num_tokens:
+        return None
     segments = segments_of(layout.offsets, layout.parent)
-    return segments.cached(("recurrent windows", back, device), lambda: _windows(segments, back, device))
+    return segments.cached(("recurrent windows", back, device), lambda: windows_of(segments, back, device))
 
 
 def _depths(segments: Segments) -> tuple[IntArray, IntArray]:
@@ -233,7 +255,8 @@ def _order(segments: Segments, device: torch.device, keep: bool) -> Order:
     return Order(waves, torch.from_numpy(packed).to(device), torch.from_numpy(np.argsort(packed)).to(device))
 
 
-def _windows(segments: Segments, back: int, device: torch.device) -> Windows:
+def windows_of(segments: Segments, back: int, device: torch.device) -> Windows:
+    """Make the windows of a convolution that reads `back` rows back, one or more."""
     offsets, parent, lengths, n = segments.offsets, segments.parent, segments.lengths, len(segments.parent)
     # [S + 1, back] the last rows of each segment's path, the last one first; -1 before the path begins.
     tail = np.full((n + 1, back), -1)
@@ -249,4 +272,4 @@ def _windows(segments: Segments, back: int, device: torch.device) -> Windows:
     around = np.concatenate([tail[parent[filled]][:, ::-1], own], 1)
     cu_seqlens = np.append(offsets[filled], offsets[-1]).astype(np.int64)
     found = around.clip(0), around < 0, np.flatnonzero(there), own[there], cu_seqlens
-    return Windows._make([*(torch.from_numpy(x).to(device) for x in found), torch.from_numpy(cu_seqlens)])
+    return Windows._make([*(torch.from_numpy(x).to(device) for x in found), torch.from_numpy(cu_seqlens), None])

@@ -21,7 +21,7 @@ from dualkv.integrations.trl import DPOTrainer, RewardTrainer
 from dualkv.integrations.trl.online_dpo import OnlineDPOTrainer
 from tests.integrations.tiny import SIZES, VOCAB, assert_close, make_model
 from tests.integrations.transformers.test_fast import Memory
-from tests.integrations.trl.runs import PROMPTS, SETTINGS, reward, tokenizer
+from tests.integrations.trl.runs import NF4, PROMPTS, SETTINGS, in_fp32, reward, tokenizer
 from tests.integrations.trl.test_trainer import OF_THE_CLOCK
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # TRL's own calls
@@ -79,9 +79,10 @@ def dpo(cls: type, folder: Path, model: str = "qwen3", peft: Any = None, dataset
         make_model(model).save_pretrained(path)
     pairs = Dataset.from_dict(dataset)
     args = trl.DPOConfig(output_dir=str(folder / "out"), **COMMON | {"per_device_train_batch_size": 4} | settings)
-    return cls(
+    trainer = cls(
         str(path), args=args, train_dataset=pairs, eval_dataset=pairs, processing_class=tokenizer(), peft_config=peft
     )
+    return in_fp32(trainer)
 
 
 def named(given: Any) -> str:
@@ -99,6 +100,7 @@ def named(given: Any) -> str:
         {"precompute_ref_log_probs": True},
         {"model": "qwen3_moe", "router_aux_loss_coef": 0.5},
         {"peft": LORA},
+        {"peft": LORA, "model_init_kwargs": NF4},
     ],
     ids=named,
 )
@@ -152,7 +154,7 @@ def test_dpo_of_answers_that_begin_alike(tmp_path: Path, settings: dict[str, Any
 def test_what_dpo_refuses(tmp_path: Path) -> None:
     trainer = dpo(DPOTrainer, tmp_path)
     batch = {name: torch.ones(2, 4, dtype=torch.int64) for name in ("input_ids", "attention_mask", "labels")}
-    with pytest.raises(ValueError, match="the batch has pixel_values: pairs are packed as text alone"):
+    with pytest.raises(ValueError, match="the batch has pixel_values: text alone is packed"):
         trainer.model(**batch, pixel_values=torch.ones(1), fused_lm_head=True)
     tuning = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3)
     with pytest.raises(ValueError, match=r"the PEFT adapter 'default' \(PROMPT_TUNING\) puts tokens of its own"):
@@ -250,7 +252,7 @@ def test_online_dpo(tmp_path: Path, settings: dict[str, Any], but: tuple[str, ..
 
 def test_what_online_dpo_refuses(tmp_path: Path) -> None:
     ids = torch.ones(2, 4, dtype=torch.int64)
-    with pytest.raises(ValueError, match="the batch has images: pairs are packed as text alone"):
+    with pytest.raises(ValueError, match="the batch has images: text alone is packed"):
         online(OnlineDPOTrainer, tmp_path)._forward(None, ids, ids, ids, ids, {"pixel_values": ids})
 
 

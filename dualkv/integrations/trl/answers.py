@@ -1,27 +1,30 @@
-"""TRL's trainers on pairs of answers (DPO, reward models) on packed rows.
+"""TRL's trainers on datasets of answers (DPO, KTO, SFT, reward models) on packed rows.
 
-Both call the model with chosen and rejected sequences below each other, padded. :func:`pack_head` and
-:func:`pack_score` put themselves before the `forward` of the model, inside of all wrappers, pack what comes, and return
-what TRL's code expects of the padded batch.
+They call the model with whole sequences, padded or end to end. :func:`pack_head` and :func:`pack_score` put themselves
+before the `forward` of the model, inside of all wrappers, pack what comes, and return what TRL's code expects of its
+batch.
 """
 
 from __future__ import annotations
 
 import functools
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import trl
 from torch import nn
+from torch.nn import functional
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from trl.trainer.utils import FusedCausalLMOutput
 
 from dualkv.data.gain import MIN_SHARED
+from dualkv.data.memory import Memory
 from dualkv.data.packing import IGNORED
-from dualkv.data.trees import pack_sequences
+from dualkv.data.trees import NOTICE, pack_sequences
 from dualkv.integrations import patching
 from dualkv.integrations.metrics import count_rows
 from dualkv.integrations.transformers import support
@@ -30,21 +33,71 @@ from dualkv.integrations.trl.common import (
     Batch,
     at_tokens,
     call,
+    checked_walk,
     enable_all,
     enable_policy,
     pack_rollouts,
     refuse_memory,
     refuse_model,
     refuse_trainer,
+    refuse_walk,
     rows_of_tokens,
+    walk_head,
     without_adapters,
 )
 
+Base: Any = object  # stands for the trainer that follows the mixin
 NEUTRAL = ("use_cache", "return_dict", "margin")  # arguments of a model's call that change no result
+OF_ONE_ROW = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids", "seq_idx")
 PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")  # of TRL's head
 
 
-class DPOTrainer(trl.DPOTrainer):
+class PackedAnswers(Base):
+    """A mixin for TRL's trainers that call the model with TRL's head: what the sequences of a batch share runs once."""
+
+    _packed = False
+    _replaced = "_precompute_ref_logps"
+
+    def __init__(
+        self,
+        model: Any,
+        *args: Any,
+        fast: bool = False,
+        memory: float | None = None,
+        walk: int | Memory | None = None,
+        **kwargs: Any,
+    ) -> None:
+        refuse_memory(fast, memory)
+        self._walk = checked_walk(walk)
+        bases = type(self).__mro__
+        theirs = bases[bases.index(PackedAnswers) + 1]
+        reads = "_is_vision_dataset _metrics accelerator" + " ref_model" * bool(self._replaced)
+        probe.refuse_replaced(theirs, PackedAnswers, self._replaced, reads)
+        refuse_model(model)
+        self._fast, self._memory = fast, memory
+        super().__init__(model, *args, **kwargs)
+        if self._is_vision_dataset:
+            raise ValueError("train_dataset has images: text alone is packed, use TRL's own trainer")
+        self._pack()
+
+    def _pack(self) -> None:
+        if not self._packed:
+            refuse_trainer(self)
+            if self._walk is not None:
+                refuse_walk(self, fast=self._fast)
+            probe.of_answers(self, pack_head)
+            enable_all(self, self._fast, self._memory)
+            for model in (self.model, getattr(self, "ref_model", None)):
+                if model is not None:
+                    pack_head(without_adapters(self.accelerator.unwrap_model(model)), self, self._walk)
+            self._packed = True
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        self._pack()  # the constructor of TRL's trainer calls this
+        return super()._precompute_ref_logps(*args, **kwargs)
+
+
+class DPOTrainer(PackedAnswers, trl.DPOTrainer):
     """`trl.DPOTrainer` that computes each prompt of a batch once. Arguments, losses and metrics are TRL's.
 
     The answers of a batch to one prompt are one group: the two of a pair, and those of other pairs with equal prompts.
@@ -58,41 +111,71 @@ class DPOTrainer(trl.DPOTrainer):
 
     Args:
         model, args, kwargs: TRL's.
-        fast, memory: as for :class:`dualkv.integrations.trl.PackedGroups`.
+        fast, memory, walk: as for :class:`dualkv.integrations.trl.PackedGroups`.
 
     Raises:
         ValueError: by the constructor for a model that :func:`dualkv.integrations.transformers.enable` refuses, a
             dataset with images, PEFT adapters that `enable` refuses,
-            `neftune_noise_alpha`, or a `memory` that :class:`PackedGroups` refuses; in training for inputs
+            `neftune_noise_alpha`, or a `memory` or `walk` that :class:`PackedGroups` refuses; in training for inputs
             other than text.
     """
 
-    _packed = False
 
-    def __init__(self, model: Any, *args: Any, fast: bool = False, memory: float | None = None, **kwargs: Any) -> None:
-        refuse_memory(fast, memory)
-        reads = "_is_vision_dataset _metrics accelerator ref_model"
-        probe.refuse_replaced(trl.DPOTrainer, DPOTrainer, "_precompute_ref_logps", reads)
-        refuse_model(model)
-        self._fast, self._memory = fast, memory
+class KTOTrainer(PackedAnswers, trl.KTOTrainer):
+    """`trl.KTOTrainer` that computes each prompt of a batch once for its answers, and once for its KL examples.
+
+    Arguments, losses and metrics are TRL's. Rows of a prompt share it within a batch, so the dataset should have them
+    together: :func:`dualkv.integrations.trl.group_by_prompt`.
+
+    The rest is as for :class:`DPOTrainer`.
+
+    Args:
+        model, args, kwargs: TRL's.
+        fast, memory, walk: as for :class:`dualkv.integrations.trl.PackedGroups`.
+
+    Raises:
+        ValueError: as for :class:`DPOTrainer`.
+    """
+
+
+class SFTTrainer(PackedAnswers, trl.SFTTrainer):
+    """`trl.SFTTrainer` that computes once what the sequences of a batch begin with in common.
+
+    Arguments, losses and metrics are TRL's: losses on completions, on assistants' turns or on all tokens, padded or
+    `padding_free`. A prompt's token that counts in several sequences counts once for each. Sequences share within a
+    batch, so the dataset should have the rows of a prompt together
+    (:func:`dualkv.integrations.trl.group_by_prompt`) and be read in its order (`train_sampling_strategy="sequential"`).
+    TRL's `packing` orders sequences by length; what its rows of a batch happen to share is computed once.
+
+    The rest is as for :class:`DPOTrainer`.
+
+    Args:
+        model, args, kwargs: TRL's.
+        fast, memory, walk: as for :class:`dualkv.integrations.trl.PackedGroups`.
+
+    Raises:
+        ValueError: as for :class:`DPOTrainer`; by the constructor also for `compute_loss_func` and
+            `label_smoothing_factor`, whose losses take the logits of separate sequences.
+    """
+
+    _replaced = ""
+
+    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(model, *args, **kwargs)
-        if self._is_vision_dataset:
-            raise ValueError("train_dataset has images: pairs are packed as text alone, use TRL's own trainer")
-        self._pack()
+        if self.args.packing:
+            warnings.warn(
+                "dualkv: packing is True, which puts sequences into rows by their length, so answers to one prompt are"
+                " apart and share little: set packing=False",
+                stacklevel=2,
+            )
 
     def _pack(self) -> None:
-        if not self._packed:
-            refuse_trainer(self)
-            probe.of_pairs(self, pack_head)
-            enable_all(self, self._fast, self._memory)
-            for model in (self.model, self.ref_model):
-                if model is not None:
-                    pack_head(without_adapters(self.accelerator.unwrap_model(model)), self)
-            self._packed = True
-
-    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
-        self._pack()  # the constructor of TRL's trainer calls this
-        return super()._precompute_ref_logps(*args, **kwargs)
+        if self.compute_loss_func is not None or (self.label_smoother is not None and self.args.loss_type == "nll"):
+            name = "label_smoothing_factor" if self.compute_loss_func is None else "compute_loss_func"
+            raise ValueError(
+                f"{name} is given, a loss on the logits of separate sequences: leave it out, or use TRL's own trainer"
+            )
+        super()._pack()
 
 
 class RewardTrainer(trl.RewardTrainer):
@@ -123,7 +206,7 @@ class RewardTrainer(trl.RewardTrainer):
         pack_score(without_adapters(self.model), self, fast, memory)
 
 
-def pack_head(model: Any, trainer: Any) -> None:
+def pack_head(model: Any, trainer: Any, walk: int | Memory | None = None) -> None:
     """Lets a model with TRL's head compute shared prompts once: `model(..., labels=labels, fused_lm_head=True)`.
 
     Calls without `fused_lm_head` do not change.
@@ -131,6 +214,7 @@ def pack_head(model: Any, trainer: Any) -> None:
     Args:
         model: an enabled model that `trl.trainer.utils.add_fused_lm_head` has changed, without wrappers.
         trainer: gets the metrics.
+        walk: the budget of batches that run in parts; None: each is one pass.
     """
     fused = model.forward
 
@@ -138,7 +222,7 @@ def pack_head(model: Any, trainer: Any) -> None:
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:
             return fused(*args, **kwargs)
-        return _packed_head(self, fused, trainer, **kwargs)
+        return _packed_head(self, fused, trainer, walk, **kwargs)
 
     patching.of(model, "trainer").replace("forward", types.MethodType(forward, model))
 
@@ -147,34 +231,52 @@ def _packed_head(
     model: Any,
     fused: Callable[..., Any],
     trainer: Any,
+    walk: int | Memory | None,
     *,
     input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
     labels: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
     output_router_logits: bool = False,
     **others: Any,
 ) -> FusedCausalLMOutput:
     """input_ids, attention_mask, labels [N, L] -> values of tokens [N, L - 1], 0 where a label is -100; no loss.
 
+    Without an attention mask the sequences are end to end [1, L], and `others` say where they begin.
+
     A sequence is its prompt up to the first token with a label, and its response from there on. In a sequence that
     begins with a label, the first token is the prompt: nothing predicts it.
     """
+    given, one_row = input_ids, attention_mask is None
+    if attention_mask is None:
+        lens = {name: others.pop(name) for name in OF_ONE_ROW}["cu_seq_lens_q"].diff()
+        is_token = torch.arange(int(lens.max()), device=lens.device) < lens[:, None]
+        input_ids, labels = (x.new_full(is_token.shape, IGNORED).masked_scatter(is_token, x) for x in (given, labels))
+    else:
+        is_token = attention_mask != 0
     _refuse_others(others)
-    is_token, column = attention_mask != 0, torch.arange(input_ids.shape[1], device=input_ids.device)
+    column = torch.arange(input_ids.shape[1], device=input_ids.device)
     labelled = is_token & (labels != IGNORED)
     first, end = (torch.where(mask.any(1), mask.byte().argmax(1), len(column)) for mask in (is_token, labelled))
     is_response = is_token & (column >= torch.maximum(end, first + 1)[:, None])
     batch = pack_rollouts(input_ids, is_token & ~is_response, input_ids, is_response)
     rows = rows_of_tokens(batch)
-    count_rows(trainer, batch, input_ids)
-    outputs, aux_loss = call(fused, model, batch, output_router_logits)
+    NOTICE.look(batch.layout, "dualkv.integrations.trl.group_by_prompt")
+    count_rows(trainer, batch, given)
+    counts = torch.zeros_like(batch.labels[0], dtype=torch.bool).index_fill(0, rows[labelled[is_response]], True)
+    wanted = batch.labels.masked_fill(~counts, IGNORED)
+    if walk is not None and is_response.any():
+        found, aux_loss = walk_head(fused, batch, walk, PER_TOKEN, is_response, wanted), None
+    else:
+        outputs, aux_loss = call(fused, model, batch, output_router_logits, wanted)
+        each = {name: x for name in PER_TOKEN if (x := outputs.get(name)) is not None}
+        found = {name: at_tokens(x, rows, is_response) for name, x in each.items()}
+
+    def of_batch(values: torch.Tensor) -> torch.Tensor:  # [N, L - 1] -> as TRL's
+        return functional.pad(values, (1, 0))[is_token][None, 1:] if one_row else values
+
     scored = labelled[:, 1:]
-
-    def padded(values: torch.Tensor) -> torch.Tensor:  # [1, T] -> [N, L - 1]
-        return at_tokens(values, rows, is_response)[:, 1:].masked_fill(~scored, 0)
-
-    made = {name: padded(values) for name in PER_TOKEN if (values := outputs.get(name)) is not None}
-    return FusedCausalLMOutput(**made, label_mask=scored, aux_loss=aux_loss)
+    made = {name: of_batch(values[:, 1:].masked_fill(~scored, 0)) for name, values in found.items()}
+    return FusedCausalLMOutput(**made, label_mask=of_batch(scored), aux_loss=aux_loss)
 
 
 def pack_score(model: Any, trainer: Any, fast: bool = False, memory: float | None = None) -> None:
@@ -242,4 +344,4 @@ def _refuse_others(others: Batch) -> None:
     """Raises ValueError for inputs of a model that are not packed."""
     given = sorted(name for name, value in others.items() if value is not None and name not in NEUTRAL)
     if given:
-        raise ValueError(f"the batch has {', '.join(given)}: pairs are packed as text alone, use TRL's own trainer")
+        raise ValueError(f"the batch has {', '.join(given)}: text alone is packed, use TRL's own trainer")

@@ -1,0 +1,42 @@
+"""Models of OpenRLHF and SkyRL on packed rows: whole padded sequences [B, L] in, values of their actions [B, W] out."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Any
+
+import torch
+
+from dualkv.data.gain import MIN_SHARED
+from dualkv.data.trees import PackedSequences, pack_sequences
+
+
+def plain(model: Any) -> Any:
+    """The transformers model within a PEFT model; any other model as it is."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
+def pack(sequences: torch.Tensor, attention_mask: torch.Tensor, action_mask: Any = None) -> PackedSequences:
+    """Pack sequences [B, L], of which the actions of a mask [B, W] of the last W columns count."""
+    return pack_sequences(sequences, action_mask, attention_mask=attention_mask, min_shared=MIN_SHARED)
+
+
+def head_values(model: Any, batch: PackedSequences, rows: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """[M] the value head's outputs of packed rows, and the decoder's outputs.
+
+    Args:
+        model: a model of `get_llm_for_sequence_regression`, without PEFT.
+    """
+    outputs = getattr(model, model.base_model_prefix)(input_ids=batch.input_ids, dualkv=batch.layout)
+    head = getattr(model, model.value_head_prefix)
+    return head(outputs.last_hidden_state[0, rows])[:, 0], outputs
+
+
+@cache  # once a process
+def say_images(name: str, library: str) -> None:
+    """Warn that batches with images stay replicated."""
+    warnings.warn(
+        f"dualkv: {name} got images: batches with images run as {library} runs them, prompts once a rollout",
+        stacklevel=3,
+    )

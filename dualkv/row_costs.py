@@ -1,0 +1,122 @@
+"""Measure what a row of a model takes in memory, for budgets in bytes."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Self
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dualkv.arrays import positive
+from dualkv.branches import Branch, Keeping
+from dualkv.data.gain import PAIRS_A_ROW
+from dualkv.data.memory import RowCosts
+from dualkv.data.parts import plan_parts
+from dualkv.data.trees import pack_sequences
+from dualkv.walks import Forward
+
+LONG = 4  # times the rows of a part: a path in whose attention the peak lies
+
+
+def measure_rows(
+    forward: Forward,
+    input_ids: torch.Tensor,
+    *,
+    rows: int = 256,
+    gradients: torch.dtype = torch.float32,
+    on_host: bool = False,
+    pairs: float = PAIRS_A_ROW,
+) -> RowCosts:
+    """Measure the bytes of a row in passes of :func:`dualkv.walk`, by a few forwards and backwards of small parts.
+
+    Gradients of parameters are not touched: the backward computes those of activations alone. On a GPU the peak of its
+    allocator is read, and reset. Elsewhere tensors are counted as PyTorch's operations make them.
+
+    Args:
+        forward: of a part, as for :func:`dualkv.walk`. The head's logits are not counted: leave memory for them.
+        input_ids: tokens, any number of them; they are repeated as needed.
+        rows: of the smaller parts. The larger one has twice as many, the longest path eight times as many.
+        gradients, on_host: as for :func:`dualkv.walk`.
+        pairs: of the result.
+
+    Raises:
+        ValueError: rows below 1, and as :func:`dualkv.walk`.
+    """
+    rows, tokens, keeping = positive("rows", rows), input_ids.detach().reshape(-1), Keeping(gradients, on_host)
+    tokens = tokens.repeat(-(-(2 * LONG + 1) * rows // len(tokens)))
+
+    def run(path: int, own: int, keeps_all: bool) -> tuple[float, float]:
+        """(bytes at the peak of a part, bytes that its path keeps)."""
+        *above, last = plan_parts(pack_sequences([tokens[: path + own]]), own)
+        trunks: list[Branch] = []
+        for part in above:
+            trunks.append(Branch(part, trunks, keeping))
+            with torch.no_grad():
+                forward(part.input_ids, trunks[-1])
+            trunks[-1].reserve()
+        branch = Branch(last, trunks, keeping)
+        branch.keeps_all = keeps_all
+        branch.begin(has_graph=True)
+        with torch.enable_grad(), Peak(input_ids.device) as peak:
+            hidden = forward(last.input_ids, branch)
+            branch.end()
+            branch.backward(hidden.sum(), inputs=[branch.anchor])
+        return peak.bytes, sum(trunk.kept_bytes for trunk in trunks)
+
+    with torch.random.fork_rng([input_ids.device] if input_ids.is_cuda else []):
+        run(1, rows, True)  # what first calls allocate belongs to no row
+        graph, recomputed = ((run(1, 2 * rows, all_)[0] - run(1, rows, all_)[0]) / rows for all_ in (True, False))
+        # Behind a long path the peak is in attention. A short one is hidden by a peak elsewhere in the layer.
+        (short, _), (long, kept) = run(LONG * rows, rows, True), run(2 * LONG * rows, rows, True)
+    path = max(0.0, (long - short) / (LONG * rows))
+    return RowCosts(kept / (2 * LONG * rows), path, graph, recomputed, pairs)
+
+
+class Peak:
+    """The most bytes of tensors in a `with` statement beyond those at its beginning, in `bytes`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.bytes = device, 0
+        self._alive: _Alive | None = None
+
+    def __enter__(self) -> Self:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._begin = torch.cuda.memory_allocated(self.device)
+        else:
+            self._alive = _Alive()
+            self._alive.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._alive is not None:
+            self._alive.__exit__(*error)
+            self.bytes = self._alive.most
+        else:
+            self.bytes = torch.cuda.max_memory_allocated(self.device) - self._begin
+
+
+class _Alive(TorchDispatchMode):
+    """Counts the bytes of storages that operations make, while they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.most = 0, 0
+        self._counted: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for storage in (x.untyped_storage() for x in tree_leaves(out) if isinstance(x, torch.Tensor)):
+            if storage._cdata not in self._counted | before:
+                self._counted.add(storage._cdata)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._drop, storage._cdata, storage.nbytes())
+        self.most = max(self.most, self.now)
+        return out
+
+    def _drop(self, key: int, size: int) -> None:
+        self._counted.discard(key)
+        self.now -= size

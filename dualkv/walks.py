@@ -1,0 +1,414 @@
+"""Trees past memory: walked depth-first, a part at a time, with gradients of the paths' keys and values added up.
+
+    def forward(input_ids, branch):
+        return model.model(input_ids=input_ids, dualkv=branch).last_hidden_state
+
+    def loss(hidden, part):
+        logp, _ = dualkv.response_logprobs(hidden, head(model), part)
+        return -(part.expand(logp) * advantages[part.places]).sum()
+
+    dualkv.walk(batch, budget, forward, loss)  # as loss.backward() of the whole batch
+
+A part reads the keys and values of the path above it. Trunks, which parts below read, run twice: first without a graph,
+for their keys, values and states, and with a graph once all parts below are done. That second pass has the trunk's own
+loss, and the summed gradients of what it kept. So rows of one pass at a time have a graph, and a row of a trunk that
+waits takes its keys, values and their gradients alone. The cost is one more forward of the trunks' rows. The first pass
+is a checkpoint: where layers would be recomputed, those of small parts may keep all, and the trunk costs what it costs
+in one recomputed pass. The sums are those of the whole tree, in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Literal, Self
+
+import torch
+
+from dualkv.branches import Branch, Keeping
+from dualkv.data.memory import Memory
+from dualkv.data.parts import TreePart, plan_parts
+from dualkv.data.rows import check_used
+from dualkv.data.trees import PackedSequences
+
+Forward = Callable[[torch.Tensor, Branch], torch.Tensor]
+Loss = Callable[[torch.Tensor, TreePart], torch.Tensor]
+Values = Callable[[torch.Tensor, TreePart], torch.Tensor]
+Budget = int | Memory | Sequence[TreePart]
+
+
+class Pass:
+    """One pass of a part, made by :func:`walk_passes`: a `with` statement for its forward, then :meth:`backward`.
+
+    Attributes:
+        branch: for `model(..., dualkv=branch)`.
+        has_graph: whether it has one. Passes of trunks that come first have none.
+    """
+
+    def __init__(self, branch: Branch, has_graph: bool, state: _Random) -> None:
+        self.branch, self.has_graph, self._state = branch, has_graph, state
+        self._running = ExitStack()
+        self.done = False
+
+    @property
+    def part(self) -> TreePart:
+        return self.branch.part
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        """[1, t] int64."""
+        return self.part.input_ids
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no pass of this part follows: its loss and its log-probs are computed here."""
+        return self.has_graph or not self.part.is_trunk or not self._state.training
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the loss of the part's trained tokens is computed in this pass."""
+        return self.is_last and self.part.num_trained > 0
+
+    @property
+    def kind(self) -> Literal["F", "G"]:
+        """F without a graph, G with one. Ranks that gather parameters in each pass must run passes of one kind
+        together."""
+        return "G" if self.has_graph else "F"
+
+    def __enter__(self) -> Self:
+        self.branch.begin(self.has_graph)
+        self._running.enter_context(torch.set_grad_enabled(self.has_graph))
+        if torch.is_autocast_enabled(self.part.device.type):
+            torch.clear_autocast_cache()  # weights cast without a graph would have no gradient in the next pass
+        self._running.enter_context(self._state.of(self.part))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.branch.end()
+        self._running.close()
+
+    def backward(self, loss: torch.Tensor | None = None) -> None:
+        """Run the backward of a pass with a graph, and finish the pass.
+
+        Args:
+            loss: one number, the part's share; None where it has none. A trunk without one still has the gradients of
+                what it keeps.
+
+        Raises:
+            ValueError: the forward did not use the branch; a loss that is not one number or has no gradient; a loss in
+                a pass of a trunk that another pass follows.
+            TypeError: a loss that is not a tensor.
+        """
+        check_used(self.part.seen, "forward returned hidden states", "dualkv=branch")
+        # The batch's layout counts as used for what is computed from the log-probs of all parts. A part that is one
+        # path may run without its layout.
+        use = self.part.seen._segments.use
+        self.part.batch.layout._segments.use.seen |= use.seen
+        if loss is not None:
+            if not self.is_last:
+                raise ValueError("a loss came to the first pass of a trunk, expected it in the second one (has_loss)")
+            _check_loss(loss, self.has_graph)
+        if self.has_graph:
+            self.branch.backward(loss)
+        self.done = True
+
+
+class _Random:
+    """The random numbers of a walk: the second pass of a trunk draws those of the first one."""
+
+    def __init__(self, training: bool) -> None:
+        self.training = training
+        self._states: dict[int, list[torch.Tensor]] = {}
+
+    def of(self, part: TreePart) -> AbstractContextManager[None]:
+        """Make the context of a pass."""
+        if not (self.training and part.is_trunk):
+            return nullcontext()
+        if part.index not in self._states:
+            self._states[part.index] = _random_states(part.device)
+            return nullcontext()
+        return _drawing_again(self._states.pop(part.index), part.device)
+
+
+def _random_states(device: torch.device) -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+@contextmanager
+def _drawing_again(states: list[torch.Tensor], device: torch.device) -> Iterator[None]:
+    """Draw the random numbers that came from these states on; those after the context do not depend on it."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.set_rng_state(states[0])
+        for state in states[1:]:
+            torch.cuda.set_rng_state(state, device)
+        yield
+
+
+def _parts(batch: PackedSequences, budget: Budget) -> Sequence[TreePart]:
+    if not isinstance(budget, Sequence):
+        return plan_parts(batch, budget)
+    if any(not isinstance(part, TreePart) or part.batch is not batch for part in budget):
+        raise ValueError("budget is a list, expected the parts of this batch that plan_parts made")
+    return budget
+
+
+def walk_passes(batch: PackedSequences, budget: Budget, keeping: Keeping | None = None) -> Iterator[Pass]:
+    """The passes of a walk in their order, for loops that run forward and backward themselves. Each one is run before
+    the next is asked for:
+
+        for one in walk_passes(batch, budget):
+            with one:
+                hidden = model.model(input_ids=one.input_ids, dualkv=one.branch).last_hidden_state
+                loss = loss_of(hidden, one.part) if one.has_loss else None
+            one.backward(loss)
+
+    Under `torch.no_grad` no pass has a graph, and each part runs once.
+
+    Args:
+        batch, budget: as for :func:`walk`.
+        keeping: how trunks keep their tensors.
+
+    Raises:
+        ValueError: the pass before was not run; and as :func:`walk`.
+    """
+    parts = _parts(batch, budget)
+    state = _Random(torch.is_grad_enabled())
+    trunks: list[Branch] = []
+    for part in (*parts, None):
+        path = {index for index, _ in part.path} if part is not None else set[int]()
+        while trunks and trunks[-1].part.index not in path:
+            trunk = trunks.pop()
+            if state.training:
+                yield from _checked(Pass(trunk, True, state))
+        if part is not None:
+            above = {trunk.part.index: trunk for trunk in trunks}
+            branch = Branch(part, [above[index] for index, _ in part.path], keeping)
+            if part.is_trunk:
+                trunks.append(branch)
+            yield from _checked(Pass(branch, state.training and not part.is_trunk, state))
+
+
+def _checked(one: Pass) -> Iterator[Pass]:
+    yield one
+    if not one.done:
+        raise ValueError(
+            f"a pass of part {one.part.index} was not run, expected its forward in a with statement, then backward()"
+        )
+
+
+def walk(
+    batch: PackedSequences,
+    budget: Budget,
+    forward: Forward,
+    loss: Loss | None = None,
+    *,
+    gradients: torch.dtype = torch.float32,
+    on_host: bool = False,
+) -> torch.Tensor:
+    """Forward and backward of a tree of any size, a part at a time. Under `torch.no_grad` forward alone.
+
+    Gradients arrive in the parameters as from one backward of the whole batch, whose loss is the sum of the parts'. The
+    rows that parts below read run forward twice.
+
+    Args:
+        batch: the tree, or several.
+        budget: rows that have a graph at a time; or a `Memory`, bytes for these and for all that waits. With a `Memory`
+            layers that are checkpointed keep all in the passes in which there is room for it. Or the parts themselves,
+            by :func:`dualkv.data.parts.plan_parts`.
+        forward: of a part: (input_ids [1, t], branch) -> hidden states [1, t, C]. The attention of each layer is
+            `branch.attention(..., layer=...)`, as it is in a transformers model with `dualkv=branch`.
+        loss: of a part: (hidden states, part) -> a scalar, the part's share of the loss. It is called for parts that
+            predict trained tokens. :func:`dualkv.response_logprobs` takes the part in the place of a batch,
+            `part.expand` brings its values to the rollouts, and `part.places` are their places in
+            `torch.cat(batch.unpack(...))`. Losses that are no sum over tokens: :func:`walk_whole`.
+        gradients: torch.float32 or bfloat16, the sums of gradients of kept keys and values (float64 for float64).
+        on_host: keep keys, values and states in host memory, pinned for a GPU.
+
+    Returns:
+        The sum of the losses, without gradient.
+
+    Raises:
+        ValueError: a budget below 1, or below what the smallest parts need; a forward whose attention does not use the
+            branch (:meth:`Layout.mark_used` of `branch.layout`); a loss that is not one number, or has no gradient
+            where the walk has them; see :meth:`dualkv.branches.Branch.attention`.
+        TypeError: another batch; a forward or loss that is not a function; a loss that returns no tensor.
+    """
+    keeping, parts = Keeping(gradients, on_host), _parts(batch, budget)
+    _check_functions(forward=(forward, "(input_ids, branch)"), loss=(loss, "(hidden states, part)"))
+    total: list[torch.Tensor] = []
+    for one in walk_passes(batch, parts, keeping):
+        value = None
+        with one:
+            hidden = forward(one.input_ids, one.branch)
+            check_used(one.part.seen, "forward returned hidden states", "dualkv=branch")
+            if one.has_loss and loss is not None:
+                value = loss(hidden, one.part)
+                _check_loss(value, one.has_graph)
+                total.append(value.detach().reshape(()))
+        del hidden
+        one.backward(value)
+    return torch.stack(total).sum() if total else torch.zeros((), device=batch.device)
+
+
+def walk_values(
+    batch: PackedSequences,
+    budget: Budget,
+    forward: Callable[[torch.Tensor, Branch], Any],
+    values: Callable[[Any, TreePart], torch.Tensor],
+    *,
+    gradients: torch.dtype = torch.float32,
+    on_host: bool = False,
+) -> torch.Tensor:
+    """Values of all tokens, log-probs for example, whose backward is a walk: for losses that need whole sequences,
+    pairs or groups, and for trainers that call `backward` themselves.
+
+        logp = walk_values(batch, budget, forward, values)
+        loss_of(logp).backward()
+
+    A first walk computes the values without a graph. When their gradients arrive, a second walk carries them into the
+    model, with the random numbers and the autocast of the first one. This is exact for any differentiable loss. It
+    costs one more forward of all rows, unless the batch fits into one part. Parameters must not change in between.
+
+    Args:
+        batch, budget, gradients, on_host: as for :func:`walk`.
+        forward: of a part, as for :func:`walk`; what it returns is handed to `values`.
+        values: of a part: (what `forward` returned, part) -> [n] or [n, K], values of `part.places`, such as
+            `part.expand(logp)`.
+
+    Returns:
+        [N] or [N, K], the values of all tokens, in the order of `torch.cat(batch.unpack(...))`.
+
+    Raises:
+        ValueError, TypeError: as :func:`walk`; values of another form, and a batch that counts no token.
+    """
+    parts = _parts(batch, budget)
+    _check_functions(forward=(forward, "(input_ids, branch)"), values=(values, "(what forward returned, part)"))
+    keeping, training = Keeping(gradients, on_host), torch.is_grad_enabled()
+    if not batch._mask.any():
+        raise ValueError("batch counts no token of any sequence, expected at least one: there are no values")
+
+    def checked(one: Pass) -> torch.Tensor:
+        own = values(forward(one.input_ids, one.branch), one.part)
+        check_used(one.part.seen, "forward returned values", "dualkv=branch")
+        if not isinstance(own, torch.Tensor):
+            raise TypeError(f"values returned a {type(own).__name__}, expected a tensor, [n] or [n, K]")
+        if own.dim() not in (1, 2) or len(own) != len(one.part.places):
+            raise ValueError(
+                f"values returned a tensor of shape {tuple(own.shape)}, expected {len(one.part.places)} values or rows,"
+                " one for each of part.places"
+            )
+        if one.has_graph and not own.requires_grad:
+            raise ValueError("values returned a tensor without a gradient in a walk that has gradients")
+        return own
+
+    def compute() -> torch.Tensor:
+        """Run the walk without a graph."""
+        places, found = list[torch.Tensor](), list[torch.Tensor]()
+        for one in walk_passes(batch, parts, keeping):
+            with one:
+                if one.has_loss:
+                    found.append(checked(one))
+                    places.append(one.part.places)
+                else:
+                    forward(one.input_ids, one.branch)
+            one.backward()
+        return torch.cat(found)[torch.cat(places).argsort()]
+
+    def carry(of_values: torch.Tensor) -> None:
+        """Run the walk with graphs, from the gradients of the values."""
+        for one in walk_passes(batch, parts, keeping):
+            loss = None
+            with one:
+                if one.has_loss:
+                    loss = (checked(one) * of_values[one.part.places]).sum()
+                else:
+                    forward(one.input_ids, one.branch)
+            one.backward(loss)
+
+    if not training:
+        return compute()
+    if len(parts) == 1:
+        one = next(walk_passes(batch, parts, keeping))
+        with one:
+            own = checked(one)
+        batch.layout._segments.use.seen |= one.part.seen._segments.use.seen
+        return own[one.part.places.argsort()]
+    anchor = torch.zeros((), device=batch.device, requires_grad=True)
+    found: torch.Tensor = _Carried.apply(anchor, compute, carry)
+    return found
+
+
+class _Carried(torch.autograd.Function):
+    """Values that a function computes without a graph, and whose gradients another function takes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, compute: Callable[[], torch.Tensor], carry: Callable[[torch.Tensor], None]
+    ) -> torch.Tensor:
+        ctx.carry, ctx.device = carry, anchor.device
+        kind = anchor.device.type
+        ctx.autocast = {
+            "device_type": kind, "dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)
+        }  # fmt: skip
+        ctx.random = _random_states(anchor.device)
+        return compute()
+
+    @staticmethod
+    def backward(ctx: Any, of_values: torch.Tensor) -> Any:
+        with torch.enable_grad(), torch.autocast(**ctx.autocast), _drawing_again(ctx.random, ctx.device):
+            ctx.carry(of_values)
+        return None, None, None
+
+
+def walk_whole(
+    batch: PackedSequences,
+    budget: Budget,
+    forward: Forward,
+    values: Values,
+    loss: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    gradients: torch.dtype = torch.float32,
+    on_host: bool = False,
+) -> torch.Tensor:
+    """:func:`walk` for a loss that needs whole sequences, pairs or groups: GSPO, means over a sequence, DPO.
+
+    Args:
+        batch, budget, forward, values, gradients, on_host: as for :func:`walk_values`, which says what it costs.
+        loss: the values of all tokens -> one number.
+
+    Returns:
+        The loss, without gradient.
+
+    Raises:
+        ValueError, TypeError: as :func:`walk_values`; a loss that is not one number, or has no gradient where the walk
+            has them.
+    """
+    _check_functions(loss=(loss, "the values"))
+    value = loss(walk_values(batch, budget, forward, values, gradients=gradients, on_host=on_host))
+    training = torch.is_grad_enabled()
+    _check_loss(value, training)
+    if training:
+        value.backward()
+    return value.detach().reshape(())
+
+
+def _check_functions(**given: tuple[object, str]) -> None:
+    for name, (function, form) in given.items():
+        if not callable(function) and not (function is None and name == "loss"):
+            raise TypeError(f"{name} is a {type(function).__name__}, expected a function of {form}")
+
+
+def _check_loss(value: object, training: bool) -> None:
+    """Raises TypeError or ValueError for what a loss of :func:`walk` must not return."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"loss returned a {type(value).__name__}, expected a tensor: the part's share of the loss")
+    if value.numel() != 1:
+        raise ValueError(
+            f"loss returned a tensor of shape {tuple(value.shape)}, expected one number, the part's share of the loss:"
+            " the weighted sum over its tokens"
+        )
+    if training and not value.requires_grad:
+        raise ValueError(
+            "loss returned a tensor without a gradient in a walk that has gradients: compute it of the hidden states,"
+            " not under torch.no_grad and not detached, or walk under torch.no_grad"
+        )

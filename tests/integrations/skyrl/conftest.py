@@ -1,0 +1,28 @@
+"""Stand-ins of what needs a GPU come before SkyRL; a process group of one rank, which its workers ask for."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import tests.integrations.skyrl.cpu as cpu  # isort: skip
+
+import pytest
+
+from tests.integrations.skyrl.runs import save
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_rank() -> Iterator[None]:
+    with cpu.one_rank():
+        yield
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Has tiny models: "model", and "critic" with one weight for tokens and logits.
+
+    On several ranks SkyRL's critic of another model imports a name that transformers 5.16 lacks.
+    """
+    made = tmp_path_factory.mktemp("skyrl")
+    save(made / "model")
+    save(made / "critic", tie_word_embeddings=True)
+    return made

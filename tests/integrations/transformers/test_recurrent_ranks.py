@@ -1,0 +1,197 @@
+"""Recurrent layers over the rows of 2 and 4 ranks, against the same model on one."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dualkv import Layout, sequence_parallel
+from dualkv.context_parallel import ContextShard
+from dualkv.context_plan import shares
+from dualkv.sequence_parallel import Shard
+from tests.ranks import on_ranks
+
+pytest.importorskip("transformers")
+
+from dualkv.integrations.transformers import enable, recompute_layers
+from dualkv.integrations.transformers.recurrent import ops, sharded, waves
+from tests.integrations.tiny import gradients, token_ids
+from tests.integrations.transformers import test_recurrent
+from tests.integrations.transformers.test_recurrent import FAMILIES, double_throughout, make, random_forest
+
+KINDS = (Shard, ContextShard)
+WAYS = {  # and whether layers run again in the backward
+    "float32": ((ContextShard, False), (Shard, True)),
+    "float64": ((Shard, False), (ContextShard, True)),
+}
+# olmo_hybrid: a gradient of decays, a sum of numbers of both signs, differs by up to 1.2e-5. In fp64 it does by 3e-14.
+LARGEST = {"float64": 1e-11, "float32": 1e-5, "float32 olmo_hybrid": 3e-5}
+
+
+def layout_of(segments: list[tuple[int, int]]) -> Layout:
+    return Layout.from_segments(np.cumsum([0, *(n for n, _ in segments)]), [p for _, p in segments])
+
+
+# (length, parent) of segments. Two groups with empty responses and such that are shorter than a convolution, amid whose
+# responses a second rank begins; a group that is longer than a chunk of 64; trees with empty segments.
+FOREST = layout_of(
+    [(60, -1), (1, 0), (9, 0), (0, 0), (2, 0), (65, 0), (2, -1), (1, 6), (2, 6), (2, 6), (1, 9), (1, 10), (0, 9),
+     (0, -1), (2, 13), (3, 13), (1, -1), (3, 16), (30, 16), (5, -1), (2, 19), (1, 20), (66, 20), (1, 22), (3, 22),
+     (0, 19), (4, 25), (1, 25)]
+)  # fmt: skip
+TINY = layout_of([(2, -1), (0, 0), (1, 0)])  # fewer rows than four ranks
+OFTEN = [family for family in test_recurrent.OFTEN if family in FAMILIES]  # one of each kind of layer
+
+
+def cases(families: str) -> list[tuple[str, Layout]]:
+    """Families of "often" or "all", over FOREST, and some over TINY."""
+    return [(x, FOREST) for x in (OFTEN if families == "often" else FAMILIES)] + [(x, TINY) for x in OFTEN]
+
+
+def results(model: Any, layout: Layout, given: Layout | Shard) -> dict[str, torch.Tensor]:
+    """Hidden states and log-probs of own rows in their places among all, zeros elsewhere; gradients of the own loss."""
+    shard = given if isinstance(given, Shard) else Shard(given, None)
+    draw, rows = torch.Generator().manual_seed(1), layout.num_tokens
+    ids, labels = token_ids(layout), torch.randint(3, 96, (rows,), generator=draw)
+    dtype = model.get_output_embeddings().weight.dtype
+    weight, of_token = (torch.randn(shape, generator=draw, dtype=dtype) for shape in ((rows, 32), (rows,)))
+    model.zero_grad()
+    out = model(input_ids=shard.split(ids, 1), dualkv=given, output_hidden_states=True)
+    hidden = out.hidden_states[-1][0]
+    logp = out.logits[0].log_softmax(-1).gather(1, shard.split(labels)[:, None])[:, 0]
+    ((hidden * shard.split(weight)).sum() + (logp * shard.split(of_token)).sum()).backward()
+    whole = {"hidden": hidden.detach(), "logp": logp.detach()}
+    for name, x in whole.items():
+        of_all = x.new_zeros(shard.layout.num_tokens, *x.shape[1:]).index_copy_(0, shard.rows, x)
+        whole[name] = of_all[:rows]
+    return whole | {f"gradient of {name}": g.clone() for name, g in gradients(model).items()}
+
+
+def difference(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """The largest relative difference, and of what it is."""
+    # Gradients that rounding alone makes (of a bias that the softmax cancels) count as zero.
+    least = 1e-6 * max(x.norm().item() for name, x in expected.items() if name.startswith("gradient"))
+    return max(((got[name] - x).norm().item() / max(x.norm().item(), least), name) for name, x in expected.items())
+
+
+def refused() -> str:
+    """Return the error of a model whose heads the ranks cannot share."""
+    shard = Shard(FOREST, dist.group.WORLD)
+    model = enable(make("qwen3_5_text", linear_num_key_heads=1, linear_num_value_heads=3), check=False)
+    with pytest.raises(ValueError, match="heads") as error:
+        model(input_ids=shard.split(token_ids(FOREST), 1), dualkv=shard)
+    return str(error.value)
+
+
+def run(rank: int, folder: str, dtype: str, families: str) -> None:
+    dist.init_process_group("gloo")
+    ranks = dist.get_world_size()
+    found: dict[str, Any] = {"refused": refused()}
+    with double_throughout() if dtype == "float64" else nullcontext():
+        for number, (family, layout) in enumerate(cases(families)):
+            compares = number % ranks == rank
+            model = enable(make(family, getattr(torch, dtype)), check=False)
+            expected = results(model, layout, layout) if compares else {}
+            for kind, recompute in WAYS[dtype]:
+                if recompute:
+                    recompute_layers(model)
+                got = results(model, layout, kind(layout, dist.group.WORLD))
+                whole = torch.cat([x.flatten() for x in got.values()])
+                dist.reduce(whole, number % ranks)
+                if compares:
+                    parts = whole.split([x.numel() for x in got.values()])
+                    summed = {name: part.view_as(got[name]) for name, part in zip(got, parts, strict=True)}
+                    way = f"{family} {layout.num_tokens} {kind.__name__} {recompute}"
+                    found[way] = difference(summed, expected)
+    Path(f"{folder}/{rank}").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "families"),
+    [
+        (4, "float32", "often"),
+        pytest.param(4, "float32", "all", marks=pytest.mark.slow),
+        pytest.param(2, "float32", "all", marks=pytest.mark.slow),
+        pytest.param(2, "float64", "all", marks=pytest.mark.slow),
+        pytest.param(4, "float64", "all", marks=pytest.mark.slow),
+    ],
+)
+def test_as_on_one_rank(ranks: int, dtype: str, families: str) -> None:
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        on_ranks(ranks, "tests.integrations.transformers.test_recurrent_ranks:run", folder, dtype, families)
+        for rank in range(ranks):
+            found |= json.loads(Path(f"{folder}/{rank}").read_text())
+            assert found.pop("refused") == (
+                "recurrent layer layers.0.linear_attn (Qwen3_5GatedDeltaNet) has 3 heads, expected a multiple of the"
+                f" {ranks} sequence-parallel ranks"
+            )
+    assert len(found) == len(cases(families)) * 2
+    for way, (error, of) in found.items():
+        assert error < LARGEST.get(f"{dtype} {way.split()[0]}", LARGEST[dtype]), (way, of)
+
+
+# ---------------------------------------------------------------- the plan of a convolution
+def of_rank(kind: type[Shard], layout: Layout, ranks: int, rank: int) -> Shard:
+    """A shard without a group."""
+    shard = kind(layout, None, multiple=ranks)
+    shard.rank, shard.world_size, shard.num_tokens = rank, ranks, shard.layout.num_tokens // ranks
+    if isinstance(shard, ContextShard):
+        shard.shares = shares(shard.layout._segments, ranks)
+    return shard
+
+
+def taps(x: torch.Tensor, weight: torch.Tensor, bias: None) -> torch.Tensor:
+    back = weight.shape[1] - 1
+    return nn.functional.conv1d(x, weight[:, None], padding=back, groups=2)[..., : x.shape[-1]]
+
+
+def taps_of_each(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: None,
+    initial_state: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    cu_seqlens_cpu: torch.Tensor,
+) -> torch.Tensor:
+    """Run sequences in a row, each behind a state of its own, like flash-linear-attention's convolution."""
+    pieces = x.split(cu_seqlens.diff().tolist(), 2)
+    found = [
+        taps(torch.cat([before[None], piece], 2), weight, None)[..., before.shape[1] :]
+        for before, piece in zip(initial_state, pieces, strict=True)
+    ]
+    return torch.cat(found, 2)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_convolutions_of_ranks_read_the_rows_of_others(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = random_forest(seed)
+    if not layout.num_tokens:
+        return
+    for kind, ranks, back in itertools.product(KINDS, (2, 3, 8), (1, 3, 5)):
+        whole = of_rank(kind, layout, ranks, 0).layout
+        weight, cpu = torch.randn(2, back + 1, dtype=torch.float64), torch.device("cpu")
+        x = torch.randn(1, 2, whole.num_tokens, dtype=torch.float64)
+        expected = ops.convolve(taps, waves.windows(whole, back, cpu), x, weight, None)
+        shards = [of_rank(kind, layout, ranks, rank) for rank in range(ranks)]
+        plans = [sharded.windows(shard, back, cpu) for shard in shards]
+        own = [x[:, :, shard.rows] for shard in shards]
+        sent = [rows[0].t()[plan.halo.sent].split(plan.halo.sent_to) for rows, plan in zip(own, plans, strict=True)]
+        for rank, (shard, plan) in enumerate(zip(shards, plans, strict=True)):
+            received = [of[rank] for of in sent]
+            assert [len(rows) for rows in received] == plan.halo.received_from
+            monkeypatch.setattr(sequence_parallel, "sent", lambda *_, received=received: torch.cat(received))
+            for convolve, conv in ((ops.convolve, taps), (ops.convolve_at_once, taps_of_each)):
+                out = convolve(conv, plan, own[rank], weight, None)
+                torch.testing.assert_close(out, expected[:, :, shard.rows], rtol=1e-12, atol=1e-12)

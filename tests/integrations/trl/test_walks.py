@@ -1,0 +1,141 @@
+"""Trainings of TRL's whose micro-batches are walked in parts, against TRL's padded batches."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+
+import dualkv
+from dualkv import walks
+from dualkv.integrations.trl import DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer, SFTTrainer
+from tests.integrations.tiny import assert_close
+from tests.integrations.trl.runs import make_trainer, train
+from tests.integrations.trl.test_answers import assert_same, dpo
+from tests.integrations.trl.test_trainer import (
+    CONFIGS,
+    FEATURES,
+    TRAINERS,
+    assert_equal_metrics,
+    assert_equal_updates,
+    batch_of_turns,
+    both,
+    largest,
+    of_turns,
+    padded_batch,
+)
+from tests.integrations.trl.test_unpaired import DATA, LABELLED
+from tests.integrations.trl.test_unpaired import make as of_answers
+
+MEMORY = dualkv.Memory(200_000, dualkv.RowCosts(kept=1000, path=100, graph=9000, recomputed=4000))
+
+
+BOTH = {"F", "FT", "G", "GT"}  # trunks and parts, without a graph and with one
+
+
+def walking(cls: type, walk: int | dualkv.Memory) -> type:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        super(made, self).__init__(*args, walk=walk, **kwargs)
+
+    made = type(cls.__name__, (cls,), {"__init__": __init__})
+    return made
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "a reference model, two iterations, sequences": {
+        "beta": 0.04, "num_iterations": 2, "importance_sampling_level": "sequence", "max_steps": 4,
+    },
+    "entropies": {"top_entropy_quantile": 0.5, "entropy_coef": 0.01},
+    "RLOO, a mixture of experts": {
+        "of": "rloo", "model": "qwen3_moe", "learning_rate": 0.01, "router_aux_loss_coef": 0.0,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def kinds(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Note the kinds of passes that run: F without a graph, G with one, T of trunks."""
+    found: set[str] = set()
+    backward = walks.Pass.backward
+
+    def noted(self: walks.Pass, loss: Any = None) -> None:
+        found.add(self.kind + "T" * self.part.is_trunk)
+        backward(self, loss)
+
+    monkeypatch.setattr(walks.Pass, "backward", noted)
+    return found
+
+
+@pytest.mark.parametrize(("name", "walk"), [*zip(RUNS, (16, 12, MEMORY), strict=True)])
+def test_a_walked_training_is_the_padded_one(folder: Path, name: str, walk: Any, kinds: set[str]) -> None:
+    settings = dict(RUNS[name])
+    of = settings.pop("of", "grpo")
+    ours, padded, _ = TRAINERS[of]
+    ours, theirs = (
+        train(of_turns(cls), folder, config=CONFIGS[of], **settings) for cls in (walking(ours, walk), padded)
+    )
+    assert kinds == BOTH
+    assert all(torch.equal(a, b) for a, b in zip(ours.completions, theirs.completions, strict=True))
+    assert largest(ours.logps, theirs.logps) < 1e-5
+    assert largest(ours.entropies, theirs.entropies) < 1e-5
+    assert largest(ours.losses, theirs.losses) < 1e-5
+    assert_equal_updates(ours, theirs)
+    assert_equal_metrics(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("model", "make"),
+    [("qwen3", padded_batch), ("qwen3", batch_of_turns), ("gpt_oss", batch_of_turns), ("qwen3_5", batch_of_turns)],
+)
+def test_log_probs_and_gradients(folder: Path, model: str, make: Any) -> None:
+    settings: dict[str, Any] = {"model": model, "made": FEATURES[model](), "gradient_checkpointing": False}
+    settings["router_aux_loss_coef"] = 0.0
+    trainer = make_trainer(walking(GRPOTrainer, 4), folder, **settings)
+    ids, mask, room = make()
+    weights = torch.randn(len(ids), room, generator=torch.Generator().manual_seed(0))
+    found = []
+    for f in both(trainer):
+        logps, entropies, _ = f(trainer.model, ids, mask, room, compute_entropy=True)
+        trainer.model.zero_grad()
+        (weights * (logps + 0.3 * entropies) * mask[:, -room:]).sum().backward()
+        found.append((logps, entropies, [p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]))
+    (logps, entropies, gradients), (*stock, expected) = found
+    assert largest([logps, entropies], stock) < 1e-5
+    assert_close("gradients", torch.cat(gradients), torch.cat(expected), 1e-4)
+
+
+IPO = {"loss_type": ["sigmoid", "sft", "ipo"], "loss_weights": [1.0, 0.5, 0.1], "ld_alpha": 0.5}
+ANSWERS: dict[str, Any] = {
+    "dpo": (DPOTrainer, trl.DPOTrainer, partial(dpo, **IPO)),
+    "kto": (KTOTrainer, trl.KTOTrainer, partial(of_answers, dataset=LABELLED)),
+    "sft": (SFTTrainer, trl.SFTTrainer, partial(of_answers, dataset=DATA, loss_type="dft")),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # TRL's own calls
+@pytest.mark.parametrize("of", ANSWERS)
+def test_walked_trainings_on_answers(tmp_path: Path, of: str, kinds: set[str]) -> None:
+    ours, theirs, make = ANSWERS[of]
+    assert_same(partial(make, folder=tmp_path), walking(ours, 20), theirs)
+    assert kinds == BOTH
+
+
+def test_what_a_walk_refuses(folder: Path) -> None:
+    with pytest.raises(ValueError, match="walk is 0, expected"):
+        make_trainer(walking(GRPOTrainer, 0), folder)
+    with pytest.raises(TypeError, match="walk"):
+        make_trainer(walking(GRPOTrainer, "all"), folder)
+    settings = {"model": "qwen3_moe", "router_aux_loss_coef": 0.5}
+    with pytest.raises(ValueError, match=r"together with router_aux_loss_coef 0\.5, expected a model of text"):
+        make_trainer(walking(RLOOTrainer, 9), folder, config=CONFIGS["rloo"], **settings)
+
+    class WithCanary(GRPOTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, walk=9, canary=2, **kwargs)
+
+    with pytest.raises(ValueError, match="walk is given together with canary 2, expected"):
+        make_trainer(WithCanary, folder)

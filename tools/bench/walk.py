@@ -1,0 +1,318 @@
+"""`python -m tools.bench.walk --json walk.json`: groups and trees past a micro-batch, walked and cut.
+
+Each job is run three ways in turn, with every layer checkpointed:
+
+- cut: micro-batches of a budget of rows, which repeat what they share (`plan_sequences`); or one packed row.
+- walked: :func:`dualkv.walk` in a limit of memory, a multiple of the peak of the way before, weights and gradients
+  included. Layers keep all where there is room.
+- of a number of rows, with layers recomputed or not, where `--also` asks for it.
+
+`layers` is forward and backward of the layers, with a loss that sums hidden states of the rows that predict trained
+tokens; `update` has the head and log-probs too. Costs of rows are measured first (:func:`dualkv.measure_rows`), and the
+bytes of the whole model are computed from them beside the measured ones of some layers.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from fractions import Fraction
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+
+from dualkv.bench import traces
+from dualkv.bench.run import in_words
+from dualkv.branches import Branch
+from dualkv.data.memory import Memory, RowCosts
+from dualkv.data.parts import Fitting, TreePart, costed, fitting, plan_parts
+from dualkv.data.trees import PackedSequences, pack_sequences, plan_sequences
+from dualkv.integrations.transformers import enable, head, recompute_layers
+from dualkv.logprobs import response_logprobs
+from dualkv.models import CONFIGS
+from dualkv.row_costs import Peak, measure_rows
+from dualkv.walks import walk
+from tools.bench.record import JsonPath, Record
+from tools.bench.repeats import repeated
+from tools.bench.step import Sizes, make_model
+
+JOBS = (
+    "24576x16x2048@32768:1.1",
+    "28672x16x2048@32768:1.1",
+    "65536x8x4096@whole:0.6",
+    "trace-tau2-0-n8-t2@1/3:1.1",
+    "trace-swe-dropped-0-n16-t8@1/3:1.1",
+)
+PARTS = "layers", "update"
+
+
+class Job(NamedTuple):
+    """A group or a trace, and the budgets.
+
+    Attributes:
+        name: as it was given.
+        sequences, masks: rollouts and their masks.
+        rows: of a micro-batch of the cut way.
+        limit: of the walk's peak memory, over that of the cut way.
+    """
+
+    name: str
+    sequences: list[torch.Tensor]
+    masks: list[Any]
+    rows: int
+    limit: float
+
+    @classmethod
+    def parse(cls, text: str, vocabulary: int) -> Job:
+        """Parse PxNxR@ROWS:LIMIT (prompt, responses, tokens of each) or TRACE@ROWS:LIMIT; ROWS may be a part of the
+        packed rows (1/3) or "whole".
+
+        Raises:
+            typer.BadParameter: other texts.
+        """
+        found = re.fullmatch(r"([^@:]+)@(whole|\d+(?:/\d+)?):([\d.]+)", text)
+        if found is None:
+            raise typer.BadParameter(f"{text!r} is no NAME@ROWS:LIMIT")
+        name, rows, limit = found.groups()
+        if shape := re.fullmatch(r"(\d+)x(\d+)x(\d+)", name):
+            prompt, responses, length = map(int, shape.groups())
+            sequences, masks = _group(prompt, responses, length, vocabulary)
+        elif (trace := traces.parse(name)) is not None:
+            sequences = [torch.as_tensor(tokens) for tokens in trace.token_sequences(vocabulary)]
+            masks = trace.loss_masks()
+        else:
+            raise typer.BadParameter(f"{name!r} of {text!r} is neither PxNxR nor a trace")
+        total = pack_sequences(sequences, masks).layout.num_tokens
+        asked = total if rows == "whole" else int(Fraction(rows) * (total if "/" in rows else 1))
+        return cls(name, sequences, masks, max(asked, *map(len, sequences)), float(limit))
+
+    def pack(self, chosen: list[int], device: torch.device) -> PackedSequences:
+        return pack_sequences([self.sequences[i] for i in chosen], [self.masks[i] for i in chosen], device=device)
+
+
+def _group(prompt: int, responses: int, length: int, vocabulary: int) -> tuple[list[torch.Tensor], list[Any]]:
+    draw = torch.Generator().manual_seed(0)
+    shared = torch.randint(vocabulary, (prompt,), generator=draw)
+    own = [torch.randint(vocabulary, (length,), generator=draw) for _ in range(responses)]
+    for i, tokens in enumerate(own):
+        tokens[0] = i  # so that no two begin alike
+    return [torch.cat([shared, tokens]) for tokens in own], [[0] * prompt + [1] * length] * responses
+
+
+class Runner:
+    """The model, and the ways to run a job."""
+
+    def __init__(self, sizes: Sizes, device: torch.device) -> None:
+        self.sizes, self.device = sizes, device
+        self.model = enable(make_model(sizes, device))
+        recompute_layers(self.model, "nothing")
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self.compiled = device.type == "cuda"
+
+    def forward(self, ids: torch.Tensor, rows: Any) -> torch.Tensor:
+        hidden: torch.Tensor = self.model.get_decoder()(input_ids=ids, dualkv=rows, use_cache=False).last_hidden_state
+        return hidden
+
+    def values(self, part: str, hidden: torch.Tensor, rows: PackedSequences | TreePart) -> torch.Tensor:
+        """Compute [m] values of trained tokens: a sum of hidden states, or log-probs."""
+        if part == "layers":
+            return hidden[0, rows.predict_rows].float().sum(-1) / hidden.shape[-1]
+        return response_logprobs(
+            hidden, head(self.model), rows, chunk_size=self.sizes.chunk_size, compiled=self.compiled
+        )[0]
+
+    def cut(self, part: str, job: Job) -> Callable[[], list[torch.Tensor]]:
+        batches = [self.pack(job, chosen) for chosen in plan_sequences(job.sequences, job.rows)]
+
+        def run() -> list[torch.Tensor]:
+            found = []
+            for batch in batches:
+                values = self.values(part, self.forward(batch.input_ids, batch.layout), batch)
+                values = torch.cat(batch.unpack(values))
+                (values.sum() / 1000).backward()
+                found.append(values.detach().sum())
+            return found
+
+        return run
+
+    def pack(self, job: Job, chosen: list[int]) -> PackedSequences:
+        return job.pack(chosen, self.device)
+
+    def walked(self, part: str, batch: PackedSequences, parts: list[TreePart]) -> Callable[[], list[torch.Tensor]]:
+        def run() -> list[torch.Tensor]:
+            found = []
+
+            def loss(hidden: torch.Tensor, rows: TreePart) -> torch.Tensor:
+                values = rows.expand(self.values(part, hidden, rows))
+                found.append(values.detach().sum())
+                return values.sum() / 1000
+
+            walk(batch, parts, self.forward, loss)
+            return found
+
+        return run
+
+    def costs(self, job: Job) -> RowCosts:
+        def forward(ids: torch.Tensor, branch: Branch) -> torch.Tensor:
+            return self.forward(ids, branch)
+
+        hidden, weights = self.model.config.hidden_size, 0
+        for parameter in self.model.get_decoder().layers[0].parameters():
+            weights += parameter.numel()
+        rows = min(1024, max(16, job.rows // 16))
+        of_pairs = 2 * self.model.config.num_attention_heads * getattr(self.model.config, "head_dim", hidden)
+        tokens = job.sequences[0].to(self.device)
+        return measure_rows(forward, tokens, rows=rows, pairs=weights / of_pairs)
+
+    def of_head(self, batch: PackedSequences) -> float:
+        """Measure the bytes that the head takes beside its input."""
+        shape = 1, batch.layout.num_tokens, self.model.config.hidden_size
+        hidden = torch.randn(shape, device=self.device, dtype=self.model.dtype, requires_grad=True)
+        batch.layout.mark_used()
+        self.values("update", hidden, batch).sum().backward()  # what is compiled
+        with Peak(self.device) as peak:
+            self.values("update", hidden, batch).sum().backward()
+        return peak.bytes
+
+
+def measure(sizes: Sizes, names: list[str], parts: list[str], also: list[str], device: torch.device) -> Iterator[Any]:
+    """The figures after each way of each job; a way that fails says why, and the others run."""
+    cuda, runner = device.type == "cuda", Runner(sizes, device)
+    vocabulary = CONFIGS[sizes.model]["vocab_size"]
+    figures: dict[str, Any] = {"jobs": {}}
+    for text in names:
+        job = Job.parse(text, vocabulary)
+        begun = time.perf_counter()
+        batch = runner.pack(job, list(range(len(job.sequences))))
+        planned = time.perf_counter() - begun
+        costs = runner.costs(job)
+        of_job: dict[str, Any] = {
+            "rows": batch.layout.num_tokens, "budget": job.rows, "limit": job.limit, "packing": planned,
+            "bytes_a_row": costs._asdict(), "parts": {},
+        }  # fmt: skip
+        figures["jobs"][text] = of_job
+        for part in parts:
+            ways: dict[str, Any] = {}
+            of_job["parts"][part] = ways
+            static = sum(2 * p.nbytes for p in runner.model.parameters())
+            done = _timed(ways, "cut", runner.cut(part, job), sizes.repeats, device)
+            yield figures
+            if done is None:
+                continue
+            limit = job.limit * (static + done) - static
+            if part == "update":
+                limit -= runner.of_head(batch)
+            plans = {"walked": fitting(batch, Memory(int(limit), costs))}
+            plans |= {name: _of_rows(batch, name, costs) for name in also}
+            for name, plan in plans.items():
+                if plan is None:
+                    ways[name] = {"error": f"{limit:,.0f} bytes do not hold the smallest parts"}
+                    continue
+                ways[name] = _of_plan(plan)
+                _timed(ways, name, runner.walked(part, batch, plan.parts), sizes.repeats, device)
+                if "median" in ways[name]:
+                    ways[name]["speed_up"] = ways["cut"]["median"] / ways[name]["median"]
+                    peaks = [static + ways[x]["bytes"] for x in (name, "cut")]
+                    ways[name]["memory"] = peaks[0] / peaks[1]
+                yield figures
+            of_job["whole_model"] = _whole_model(sizes, job, batch, costs)
+            yield figures
+        if cuda:
+            torch.cuda.empty_cache()
+
+
+def _timed(
+    ways: dict[str, Any], name: str, run: Callable[[], list[torch.Tensor]], repeats: int, device: torch.device
+) -> float | None:
+    """Note seconds, bytes beside weights and gradients, and the sum of values; return the bytes."""
+    made = ways.setdefault(name, {})
+    gc.collect()
+    try:
+        run()  # what is compiled or tuned
+        with Peak(device) as peak:
+            values = torch.stack(run()).sum()
+        timed, _ = repeated(run, repeats)
+    except Exception as error:
+        made["error"] = in_words(error)
+        return None
+    made |= timed | {"bytes": peak.bytes, "sum": float(values)}
+    return float(peak.bytes)
+
+
+def _of_rows(batch: PackedSequences, asked: str, costs: RowCosts) -> Fitting:
+    """Make parts of a number of rows; with "all" behind it their layers keep all."""
+    rows, keeps_all = int(asked.removesuffix("all")), asked.endswith("all")
+    parts = [replace(part, keeps_all=keeps_all) for part in plan_parts(batch, rows)]
+    made = costed(parts, rows, Memory(2**62, costs), keeps_all)
+    assert made is not None
+    return made
+
+
+def _of_plan(plan: Fitting) -> dict[str, Any]:
+    parts = plan.parts
+    return {
+        "planned_bytes": plan.bytes, "part_rows": plan.rows, "parts": len(parts),
+        "trunk_rows": sum(len(p.rows) for p in parts if p.is_trunk), "keep_all": sum(p.keeps_all for p in parts),
+        "planned_time": plan.time,
+    }  # fmt: skip
+
+
+def _whole_model(sizes: Sizes, job: Job, batch: PackedSequences, costs: RowCosts) -> dict[str, Any]:
+    """Compute the bytes of all layers from those of some: what the cut way takes, and the walk that fits into it."""
+    config = CONFIGS[sizes.model]
+    layers = config["num_hidden_layers"]
+    inputs = config["hidden_size"] * getattr(torch, sizes.dtype).itemsize
+    more = layers / sizes.layers
+    whole = costs._replace(
+        kept=costs.kept * more, graph=costs.graph * more, recomputed=costs.recomputed + (layers - sizes.layers) * inputs
+    )
+    limit = job.rows * whole.recomputed
+    plan = fitting(batch, Memory(int(limit * job.limit), whole))
+    return {"layers": layers, "cut_bytes": limit} | (_of_plan(plan) if plan else {"fits": False})
+
+
+def line(name: str, part: str, ways: dict[str, Any]) -> str:
+    """A job's figures, short."""
+    said = []
+    for way, made in ways.items():
+        if "error" in made:
+            said.append(f"{way} {made['error'][:120]}")
+        elif "median" in made:
+            more = f", {made['speed_up']:.2f}x at {made['memory']:.2f} of its memory" if "speed_up" in made else ""
+            said.append(f"{way} {made['median']:.3f} s {made['bytes'] / 2**30:.2f} GiB{more}")
+    return f"{name}, {part}: {'; '.join(said)}"
+
+
+def main(
+    json_to: JsonPath,
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}; random weights.")] = "qwen3-8b",
+    layers: Annotated[int, typer.Option(help="Of the model.")] = 8,
+    repeats: Annotated[int, typer.Option(help="Of each way, after two that are not timed.")] = 3,
+    chunk_size: Annotated[int, typer.Option(help="Rows of the head at a time.")] = 1024,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    parts: Annotated[str, typer.Option(help=f"Of {', '.join(PARTS)}, by commas.")] = ",".join(PARTS),
+    also: Annotated[
+        str, typer.Option(help="Rows of further walks' parts, by commas; with `all` behind a number layers keep all.")
+    ] = "",
+    job: Annotated[list[str] | None, typer.Option("--job", "-j", help="PxNxR@ROWS:LIMIT or TRACE@ROWS:LIMIT.")] = None,
+) -> None:
+    """Measure walks beside cut micro-batches; figures are written after each way."""
+    cuda = torch.cuda.is_available()
+    sizes = Sizes(model, layers, 0, 0, 0, 0, repeats, chunk_size, dtype)
+    record = Record(json_to, cuda)
+    about = {"model": model, "layers": layers, "dtype": dtype}
+    device = torch.device("cuda" if cuda else "cpu")
+    for figures in measure(sizes, list(job or JOBS), parts.split(","), [x for x in also.split(",") if x], device):
+        record.write(about | figures)
+        *_, (name, made) = figures["jobs"].items()
+        *_, (part, ways) = made["parts"].items()
+        print(line(name, part, ways), flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)
