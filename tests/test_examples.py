@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
 import runpy
 import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from dualkv.data.rollouts import ByteTokenizer
+from dualkv.models import load_model
 from tests.ranks import on_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -116,3 +121,72 @@ def test_ranks_together_compute_what_one_computes(example, monkeypatch):
         assert packed == packed_of_one
         assert replicated == same
     assert float(two[1][0]) < -0.01
+
+
+@pytest.fixture
+def real_model(monkeypatch):
+    """The example on real weights, as a module, with a small model, bytes for tokens and a task of its own."""
+    spec = importlib.util.spec_from_file_location("real_model", EXAMPLES / "real_model.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def load(name, dtype, device, seed):
+        model = load_model("tiny", dtype, device, seed)
+        model.config.eos_token_id = 256
+        return model
+
+    class Dataset(list):
+        def score_answer(self, answer, entry):
+            return sum("a" <= c <= "z" for c in answer) / max(len(answer), 1)
+
+    def create_dataset(name, seed, size, **settings):
+        return Dataset({"question": f"{name} {seed + i}?", "answer": "abcde"[i % 5]} for i in range(40))
+
+    monkeypatch.setitem(sys.modules, "reasoning_gym", SimpleNamespace(create_dataset=create_dataset))
+    monkeypatch.setattr(module, "load_model", load)
+    monkeypatch.setattr(module, "LocalTokenizer", lambda name: ByteTokenizer())
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield module
+    torch.set_num_threads(threads)
+
+
+def test_real_model_samples_from_the_whole_sequence(real_model):
+    """The levels of keys and values, and greedy responses, against forwards of the whole sequence."""
+    model = real_model.load_model("tiny", torch.float32, torch.device("cpu"), 0)
+    draw = torch.Generator().manual_seed(0)
+    prefix, *questions = (torch.randint(256, (n,), generator=draw).tolist() for n in (30, 5, 9, 7))
+    sampler = real_model.Sampler(model, prefix, 3, 2, 9, 6, greedy=1)
+    with torch.no_grad():
+        sampler.read_prefix()
+    uniform = torch.rand(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    for g, group in enumerate(sampler(questions, 4)):
+        for i, response in enumerate(group):
+            ids = torch.tensor([prefix + questions[g] + response])
+            with torch.no_grad():
+                logits = model(ids).logits[0, -len(response) - 1 : -1].double()
+            cumulative = logits.softmax(-1).cumsum(-1)
+            numbers = uniform[2 * g + i, : len(response), None] * cumulative[:, -1:]
+            sampled = torch.searchsorted(cumulative, numbers, right=True)[:, 0]
+            assert response == (logits.argmax(-1) if i == 0 else sampled).tolist()
+
+
+@pytest.mark.parametrize("more", [[], ["--lora", "4"]], ids=str)
+def test_real_model_learns_the_same_both_ways_and_resumes(real_model, monkeypatch, tmp_path, more):
+    common = ["--prefix", "60", "--groups", "2", "--responses", "4", "--response-len", "6", "--held-out", "4", "--lr"]
+    common += ["1e-3", "--eval-groups", "2", "--save-every", "1", "--dtype", "float32", "--device", "cpu", *more]
+    logs = {}
+    for way, updates in (("packed", "1"), ("packed", "2"), ("replicated", "2")):  # the second goes on from the first
+        folder = tmp_path / way
+        monkeypatch.setattr(sys, "argv", ["", "--out", str(folder), "--way", way, "--updates", updates, *common])
+        real_model.main()
+        lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+        logs[way] = {line["update"]: line for line in lines if "reward" in line}
+    packed, replicated = logs["packed"], logs["replicated"]
+    assert packed.keys() == replicated.keys() == {1, 2}
+    assert packed[1]["crc"] == replicated[1]["crc"]
+    for update, line in packed.items():
+        for name in ("reward", "kl", "entropy", "loss", "grad_norm"):
+            assert line[name] == pytest.approx(replicated[update][name], rel=1e-3, abs=1e-5), name
+        assert line["rows"] < replicated[update]["rows"] / 1.5
+    assert packed[2]["kl"] > 0

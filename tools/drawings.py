@@ -261,6 +261,7 @@ def roofline() -> str:
 PLOTS: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {
     "attention-h200.svg": (plots.attention, ("forward", "backward", "forward-head-dims", "backward-head-dims")),
     "agents-h200.svg": (plots.agents, ("verl-h200-traces", "trl-h200-traces")),
+    "real-model-h200.svg": (plots.learning, ("real-model-h200",)),
     "prompt-share-h200.svg": (plots.prompt_share, ("prompt-share-h200", "prompt-share-high-h200")),
 }
 

@@ -7,6 +7,7 @@ reader's browser is: colours of :data:`DARK` are exchanged by its style sheet.
 from __future__ import annotations
 
 import io
+import itertools
 import re
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -36,8 +37,8 @@ SETTINGS: dict[Any, Any] = {
 }
 
 
-def _drawn(width: float, height: float, title: str, draw: Any) -> str:
-    """Return the SVG of one pair of axes that `draw` fills; width and height in inches of 72 pixels.
+def _drawn(width: float, height: float, title: str, *draw: Any) -> str:
+    """Return the SVG of pairs of axes side by side, each filled by one of `draw`; sizes in inches of 72 pixels.
 
     Raises:
         ValueError: something would be cut off at the edge of the picture.
@@ -47,11 +48,12 @@ def _drawn(width: float, height: float, title: str, draw: Any) -> str:
 
     with matplotlib.rc_context(SETTINGS):
         figure = Figure(figsize=(width, height), layout="constrained")
-        axes = figure.subplots()
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(length=0)
-        draw(axes)
-        axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
+        beside = figure.subplots(1, len(draw), squeeze=False)[0]
+        for axes, fill in zip(beside, draw, strict=True):
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.tick_params(length=0)
+            fill(axes)
+        beside[0].set_title(title, loc="left", fontsize=10, fontweight="bold")
         figure.draw_without_rendering()  # lays the parts out
         box = figure.get_tightbbox()
         if min(box.x0, box.y0, width - box.x1, height - box.y1) < 0:
@@ -72,7 +74,7 @@ def _label(axes: Axes, at: tuple[float, float], text: str, color: str, move: tup
     axes.annotate(text, at, xytext=move, textcoords="offset points", color=color, ha=side, va="center")
 
 
-def _legend(axes: Axes, colors: dict[str, str], place: Literal["upper left", "upper right"]) -> None:
+def _legend(axes: Axes, colors: dict[str, str], place: Literal["upper left", "upper right", "lower right"]) -> None:
     from matplotlib.lines import Line2D
 
     marks = [Line2D([], [], color=color, marker="o", linestyle="", label=name) for name, color in colors.items()]
@@ -191,6 +193,55 @@ def agents(updates: Record, micro_batches: Record) -> str:
         _legend(axes, {name: color for name, (_, color, *_) in lines.items()}, "upper left")
 
     return _drawn(9.2, 4.8, "Rollouts of agents, trained as trees: 8 layers of Qwen3-8B on an H200", draw)
+
+
+def learning(record: Record) -> str:
+    """Draw a real model's rewards over updates and over time, and how runs part: a record of tools.bench.real_model."""
+    runs = record["runs_of"]
+    colors = {name: GREEN if run["settings"]["lora"] else BLUE for name, run in runs.items()}
+    colors |= {name: ORANGE for name, run in runs.items() if run["settings"]["way"] == "replicated"}
+    base, *others = runs
+    first_packed = next(name for name in others if colors[name] == BLUE)
+    names = {BLUE: "packed", ORANGE: "replicated", GREEN: "packed, LoRA"}
+
+    def smooth(values: list[float]) -> list[float]:
+        return [sum(some) / len(some) for some in (values[max(0, i - 9) : i + 1] for i in range(len(values)))]
+
+    def over(axes: Axes, label: str) -> None:
+        axes.set_xlabel(label)
+        axes.set_ylim(0, 1)
+        axes.grid(axis="y", linewidth=0.8)
+        axes.set_axisbelow(True)
+
+    def updates(axes: Axes) -> None:
+        for name, run in runs.items():
+            if run["updates"] == runs[base]["updates"]:
+                rewards = smooth(run["reward"])
+                front = {"linewidth": 1.8, "zorder": 3} if name == base else {"linewidth": 1.2}
+                axes.plot(range(1, len(rewards) + 1), rewards, color=colors[name], **front)
+        over(axes, "updates")
+        axes.set_ylabel("reward, mean of 10 updates")
+        _legend(axes, {names[color]: color for color in dict.fromkeys(colors.values())}, "lower right")
+
+    def time(axes: Axes) -> None:
+        for name in (base, first_packed):
+            run = runs[name]
+            axes.plot(
+                list(itertools.accumulate(run["step_s"])), smooth(run["reward"]), color=colors[name], linewidth=1.8
+            )
+        over(axes, "seconds of sampling and updates")
+
+    def apart(axes: Axes) -> None:
+        for name in others:
+            if "alike" in runs[name] and colors[name] != GREEN:
+                alike = smooth(runs[name]["alike"])
+                axes.plot(range(1, len(alike) + 1), alike, color=colors[name], linewidth=1.8)
+        over(axes, "updates")
+        axes.set_ylabel("responses equal to the replicated run's")
+
+    card = record["gpu"]["name"].removeprefix("NVIDIA ")
+    title = f"GRPO on SmolLM2-135M-Instruct, {card}: reverse a list of two or three words"
+    return _drawn(9.2, 3.6, title, updates, time, apart)
 
 
 def _at(*places: float) -> Any:

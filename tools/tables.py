@@ -24,6 +24,7 @@ from tools.bench import (
     cold_start,
     features,
     host_time,
+    real_model,
     trace_rows,
     tune_rows,
 )
@@ -44,6 +45,7 @@ DOCUMENTS = (
             "performance",
             "deployment",
             "profiling",
+            "real-model",
             "sanitizers",
             "transformers",
             "trust",
@@ -123,6 +125,11 @@ def _steps() -> dict[str, list[str]]:
     what = "forward and backward of a group with four images, 8 layers of Qwen3-VL-8B and its vision tower, H200"
     tokens = run["sizes"]["images"] * run["sizes"]["side"] ** 2 + run["sizes"]["text"]
     rows["images"] = measured(what, "PyTorch's SDPA", run["sizes"] | {"prompt_len": tokens}, ways, "median")
+    run = _load("real-model-h200")
+    ways = [run["times"][way] for way in ("replicated", "packed")]
+    sizes = run["runs_of"]["packed-0"]["settings"]
+    what = f"GRPO update of {sizes['groups']} prompts, SmolLM2-135M-Instruct on a real task, H200"
+    rows["real"] = measured(what, "PyTorch's SDPA", sizes, ways, "median_s", least="up to ")
     whole_grpo = [
         r
         for r in _load("verl-h200-4gpu")["rows"]
@@ -146,9 +153,9 @@ def replicated() -> str:
 
 
 def headline() -> str:
-    """Tabulate the README's three rows: the strongest attention that replicated prompts were measured with."""
+    """Tabulate the README's rows: the strongest attention that replicated prompts were measured with."""
     rows = _steps()
-    return markdown_table(STEPS[:-1], [rows[name][:-1] for name in ("step", "trl", "verl")])
+    return markdown_table(STEPS[:-1], [rows[name][:-1] for name in ("step", "trl", "real", "verl")])
 
 
 def _card(run: dict[str, Any]) -> str:
@@ -441,6 +448,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "trace-trl": lambda: trace_rows.trl(_load),
     "trace-trl-async": lambda: trace_rows.trl_async(_load),
     "hybrid": hybrid,
+    "real-model": lambda: real_model.markdown(_load("real-model-h200")),
     "compared": compared,
     "peers": peers,
     "other-gpus": other_gpus,
