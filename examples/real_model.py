@@ -356,6 +356,7 @@ def train(args):
     if args.lora:
         from peft import LoraConfig, get_peft_model
 
+        torch.manual_seed(args.seed)  # of the adapters
         settings = LoraConfig(r=args.lora, lora_alpha=2 * args.lora, target_modules="all-linear")
         adapted = model = get_peft_model(model, settings).get_base_model()
     trainer = Trainer(model, args, args.way)
