@@ -90,5 +90,8 @@ def __getattr__(name: str) -> Any:
     if name in ("grpo", "integrations"):
         return import_module(f"dualkv.{name}")
     if name in _MODULES:
-        return getattr(import_module(f"dualkv.{_MODULES[name]}"), name)
+        import_module("dualkv.integrations.unenabled")  # as above
+        found = getattr(import_module(f"dualkv.{_MODULES[name]}"), name)
+        globals()[name] = found  # the next time this function is not asked
+        return found
     raise AttributeError(f"module 'dualkv' has no attribute {name!r}")

@@ -23,13 +23,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal, Self
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
 from dualkv.branches import Branch, Keeping
 from dualkv.data.memory import Memory
 from dualkv.data.parts import TreePart, plan_parts
 from dualkv.data.rows import check_used
 from dualkv.data.trees import PackedSequences
+from dualkv.layout import Layout
 
 Forward = Callable[[torch.Tensor, Branch], torch.Tensor]
 Loss = Callable[[torch.Tensor, TreePart], torch.Tensor]
@@ -74,6 +77,15 @@ class Pass:
         """F without a graph, G with one. Ranks that gather parameters in each pass must run passes of one kind
         together."""
         return "G" if self.has_graph else "F"
+
+    def zero_loss(self, hidden: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        """Make a loss of zero, for passes without one that FSDP2 must see.
+
+        Args:
+            hidden: the last hidden states.
+            weights: parameters that losses use behind them, such as the head's, so that all ranks have their gradients.
+        """
+        return (hidden * 0).sum() + sum((weight.flatten()[:1] * 0).sum() for weight in weights)
 
     def __enter__(self) -> Self:
         self.branch.begin(self.has_graph)
@@ -152,7 +164,14 @@ def _parts(batch: PackedSequences, budget: Budget) -> Sequence[TreePart]:
     return budget
 
 
-def walk_passes(batch: PackedSequences, budget: Budget, keeping: Keeping | None = None) -> Iterator[Pass]:
+def walk_passes(
+    batch: PackedSequences | None,
+    budget: Budget,
+    keeping: Keeping | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+) -> Iterator[Pass]:
     """The passes of a walk in their order, for loops that run forward and backward themselves. Each one is run before
     the next is asked for:
 
@@ -164,28 +183,89 @@ def walk_passes(batch: PackedSequences, budget: Budget, keeping: Keeping | None 
 
     Under `torch.no_grad` no pass has a graph, and each part runs once.
 
+    With FSDP2 (`fully_shard`) each rank has a tree of its own, and layers are gathered in each pass. So ranks must run
+    passes of the same kinds together: with `group` they agree on these, and a rank that has none of a kind gets an
+    empty pass, of one row that counts nothing. There a pass with a graph always needs a loss, or layers would not be
+    gathered for its backward: :meth:`Pass.zero_loss` where `has_loss` is False. Head and loss must be in the forward of
+    the module that is sharded last, around all others.
+
     Args:
-        batch, budget: as for :func:`walk`.
+        batch, budget: as for :func:`walk`; no batch on a rank that has no rollouts.
         keeping: how trunks keep their tensors.
+        group: the ranks that gather parameters from each other.
+        device: of empty passes.
 
     Raises:
-        ValueError: the pass before was not run; and as :func:`walk`.
+        ValueError: the pass before was not run, no batch without a group; and as :func:`walk`.
     """
-    parts = _parts(batch, budget)
-    state = _Random(torch.is_grad_enabled())
-    trunks: list[Branch] = []
+    training = torch.is_grad_enabled()
+    if batch is None and group is None:
+        raise ValueError("batch is None, expected a batch, or a group of ranks that have some")
+    parts = [] if batch is None else _parts(batch, budget)
+    own = _own_passes(parts, keeping or Keeping(), training)
+    if group is None:
+        yield from own
+        return
+    every: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(every, _kinds(parts, training), group)
+    mine = _kinds(parts, training)
+    for kind in _together(every):
+        if mine[:1] == kind:
+            mine = mine[1:]
+            yield next(own)
+        else:
+            yield from _checked(_empty(kind, device))
+    next(own, None)  # checks that the last one was run
+
+
+def _own_passes(parts: Sequence[TreePart], keeping: Keeping, training: bool) -> Iterator[Pass]:
+    state = _Random(training)
+    trunks: dict[int, Branch] = {}
+    for part, has_graph in _order(parts, training):
+        if part.index in trunks:
+            yield from _checked(Pass(trunks.pop(part.index), True, state))
+            continue
+        branch = Branch(part, [trunks[index] for index, _ in part.path], keeping)
+        if part.is_trunk:
+            trunks[part.index] = branch
+        yield from _checked(Pass(branch, has_graph, state))
+
+
+def _order(parts: Sequence[TreePart], training: bool) -> Iterator[tuple[TreePart, bool]]:
+    """Iterate over parts in the order of their passes, with whether these have a graph. In training trunks come twice,
+    the second time once all parts that read them are done; otherwise each part comes once."""
+    trunks: list[TreePart] = []
     for part in (*parts, None):
         path = {index for index, _ in part.path} if part is not None else set[int]()
-        while trunks and trunks[-1].part.index not in path:
+        while trunks and trunks[-1].index not in path:
             trunk = trunks.pop()
-            if state.training:
-                yield from _checked(Pass(trunk, True, state))
+            if training:
+                yield trunk, True
         if part is not None:
-            above = {trunk.part.index: trunk for trunk in trunks}
-            branch = Branch(part, [above[index] for index, _ in part.path], keeping)
-            if part.is_trunk:
-                trunks.append(branch)
-            yield from _checked(Pass(branch, state.training and not part.is_trunk, state))
+            trunks += [part] * part.is_trunk
+            yield part, training and not part.is_trunk
+
+
+def _kinds(parts: Sequence[TreePart], training: bool) -> str:
+    """The kinds of all passes (:attr:`Pass.kind`)."""
+    return "".join("FG"[has_graph] for _, has_graph in _order(parts, training))
+
+
+def _together(every: Sequence[str]) -> Iterator[str]:
+    """Iterate over kinds of passes that hold those of each rank in its order: without a graph first."""
+    while any(every):
+        kind = "F" if any(kinds[:1] == "F" for kinds in every) else "G"
+        yield kind
+        every = [kinds.removeprefix(kind) for kinds in every]
+
+
+def _empty(kind: str, device: torch.device | str) -> Pass:
+    """Make a pass of one row that counts nothing."""
+    row = np.zeros(1, np.int64)
+    layout = Layout.from_segments([0, 1], [-1], device)
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=layout.device)
+    (part,) = plan_parts(PackedSequences(ids, layout, row, row + 1, row > 0), 1)
+    return Pass(Branch(part), kind == "G", _Random(kind == "G"))
 
 
 def _checked(one: Pass) -> Iterator[Pass]:

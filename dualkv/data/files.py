@@ -162,8 +162,8 @@ def objects(path: Source) -> Iterator[tuple[str, dict[str, Any]]]:
     Args:
         path: JSON lines, whose blank lines are skipped; a JSON document, an object or a list of them (`.json`, `.traj`,
             or a first line that is a lone bracket); either of them compressed (`.gz`); `-` for standard input; rows of
-            Parquet (`.parquet`, which takes pyarrow); a folder of `.traj` files, as SWE-agent leaves them; or what
-            :func:`load` has read.
+            Parquet (`.parquet`, which takes pyarrow); a folder of `.traj` or `.traj.json` files, as SWE-agent and
+            mini-SWE-agent leave them; or what :func:`load` has read.
 
     Raises:
         ValueError: not JSON, not UTF-8, or no object, as `file:line: message`; a folder without such files.
@@ -173,7 +173,7 @@ def objects(path: Source) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from path.objects
         return
     if os.path.isdir(path):
-        found = sorted(Path(path).rglob("*.traj"))
+        found = sorted({*Path(path).rglob("*.traj"), *Path(path).rglob("*.traj.json")})
         if not found:
             raise ValueError(f"{path}: no .traj files in this folder")
         for each in found:
@@ -419,6 +419,8 @@ def samples(data: dict[str, Any], tokenizer: Tokenizer, vocab_size: int | None =
     reward = _reward(data)
     prompt = next((key for key in ("prompt_ids", "input", "prompt") if key in data), None)
     if (whole := next((key for key in MESSAGES if key in data and _are_messages(data[key])), None)) is not None:
+        if isinstance(end := data[whole][-1], dict) and end.get("role") == "exit":  # mini-SWE-agent's mark of the end
+            data = {**data, whole: data[whole][:-1]}
         messages = [_message(f"{whole}[{i}]", each) for i, each in enumerate(data[whole])]
         # ART trains choices. In its Parquet they are marked.
         chosen = [isinstance(each.get("message"), dict) or each.get("trainable") is True for each in data[whole]]

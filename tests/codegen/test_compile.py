@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from codegen import KernelError, compile, precompiled, store, toolchain
+from codegen import KernelError, compile, manifest, precompiled, store, toolchain
 from codegen.spec import forward_spec
 from codegen.tiles import FEW_KEYS_TILES, HEAD_DIM_PAIRS
 
@@ -40,6 +40,13 @@ def test_entry_holds_hopper_code_and_its_symbol(compiled):
     assert cubin.startswith(b"\x7fELF")
     assert b"-arch sm_90a" in cubin
     assert f"__tvm_ffi_{SPEC.symbol}".encode() in (compiled / "kernel.so").read_bytes()
+
+
+def test_it_is_as_recorded(compiled):
+    """The settings of the DSL that stood around the compile changed nothing."""
+    record = manifest.read(Path(__file__).with_name("manifest.json"))
+    ((_, now),) = manifest.describe([SPEC], compiled.parent, 1)
+    assert manifest.differences(record["kernels"][str(SPEC)], now) == []
 
 
 LOADER = """

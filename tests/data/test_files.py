@@ -33,11 +33,8 @@ def choice(message: dict[str, Any]) -> dict[str, Any]:
 FILES = Path(__file__).parents[1] / "files" / "rollouts"
 # By the tool: a rollout as it writes it. All are of the same conversation where they have messages.
 ROLLOUTS: dict[str, dict[str, Any]] = {
-    # `AgentLoopOutput.model_dump_json()` of veRL
-    "veRL, agent loop": {
-        "prompt_ids": [5, 6], "response_ids": [7, 8, 9], "response_mask": [1, 0, 1], "response_logprobs": None,
-        "reward_score": 1.0, "num_turns": 3, "metrics": {"generate_sequences": 0.0}, "extra_fields": {},
-    },
+    # as veRL 0.9.1 wrote it: `AgentLoopOutput.model_dump_json()`
+    "veRL, agent loop": json.loads((FILES / "verl-0.9.1.jsonl").read_text().splitlines()[0]),
     # `trainer.rollout_data_dir` of veRL
     "veRL, rollout_data_dir": {"input": "user\n2+2?\n", "output": "4", "gts": "4", "score": 1.0, "step": 1},
     # `ProcessedOutputs` of verifiers 0.1, by row, and `TrainingSample` of prime-rl
@@ -135,6 +132,20 @@ def test_traces_of_verifiers() -> None:
     assert samples({"traces": []}, ByteTokenizer()) == []
     with pytest.raises(ValueError, match=re.escape("'parent' of nodes[0] is 0, expected an earlier node")):
         samples({"traces": [{"nodes": [nodes[1]]}]}, ByteTokenizer())
+
+
+def test_a_trajectory_of_mini_swe_agent() -> None:
+    """A folder with a file that mini-SWE-agent 2.4.6 wrote (`DefaultAgent.save`), whose last message is no message."""
+    found = read_rollouts(FILES, ByteTokenizer(), 320, rewards=False)
+    assert found.masks is not None
+    (prompt,), ((response,),), ((mask,),) = found.prompts, found.responses, found.masks
+    assert ByteTokenizer().decode(prompt.tolist()) == "<system>\nUse tools.\n<user>\nWhat is 2+2?\n<assistant>\n"
+    written = ByteTokenizer().decode(response.tolist())
+    assert "<tool>\n<returncode>0</returncode>\n" in written
+    assert "exit" not in written
+    own = ByteTokenizer().decode([t for t, m in zip(response.tolist(), mask.tolist(), strict=True) if m])
+    assert "It is 4." in own
+    assert "returncode" not in own
 
 
 def test_completions_are_responses(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
@@ -226,6 +227,13 @@ def test_answers_of_a_prompt_are_in_one_batch() -> None:
     for batch in batches:  # each row follows one of another prompt, the first one the last
         assert all(a != b for a, b in zip(batch, batch[-1:] + batch[:-1], strict=True))
     assert made["prompt"] != group_by_prompt(given, 8, seed=2)["prompt"]
+    labelled = given.add_column("label", [True] * len(given))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        group_by_prompt(labelled, 8, seed=1)
+        group_by_prompt(given, 4)
+    with pytest.warns(UserWarning, match=r"more than half of the rows in [1-4] of 4 batches.* than 4$"):
+        group_by_prompt(labelled, 4)
     chats = given.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
     texts = [prompt[0]["content"] for prompt in group_by_prompt(chats, 8, seed=1)["prompt"]]
     assert texts == made["prompt"]
