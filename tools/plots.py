@@ -217,7 +217,7 @@ def learning(record: Record) -> str:
         for name, run in runs.items():
             if run["updates"] == runs[base]["updates"]:
                 rewards = smooth(run["reward"])
-                front = {"linewidth": 1.8, "zorder": 3} if name == base else {"linewidth": 1.2}
+                front: dict[str, Any] = {"linewidth": 1.8, "zorder": 3} if name == base else {"linewidth": 1.2}
                 axes.plot(range(1, len(rewards) + 1), rewards, color=colors[name], **front)
         over(axes, "updates")
         axes.set_ylabel("reward, mean of 10 updates")

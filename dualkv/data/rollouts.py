@@ -22,7 +22,7 @@ from dualkv.data.files import (
     name_of,
     objects,
 )
-from dualkv.models import PACKAGED, pretrained
+from dualkv.data.pretrained import PACKAGED, pretrained
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Rollouts:
 
 class LocalTokenizer:
     """A Hugging Face tokenizer from a local folder, or that of a GGUF file or a name in
-    :data:`dualkv.models.PACKAGED`. Encoding adds no special tokens."""
+    :data:`dualkv.data.pretrained.PACKAGED`. Encoding adds no special tokens."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if os.fspath(path) not in PACKAGED and not Path(path).exists():

@@ -26,13 +26,14 @@ from typing import Any
 import torch
 
 from dualkv.data.files import File, group_or_samples, load
+from dualkv.data.pretrained import pretrained
 from dualkv.data.rollouts import Rollouts, load_tokenizer, plain_text_reward, read_rollouts, topic_prompts
 from dualkv.demo.pictures import check_config, with_pictures
 from dualkv.demo.sampling import sample_responses, sample_turns
 from dualkv.demo.settings import DemoSettings
 from dualkv.demo.update import WAYS, Gradients, PolicyTrainer, longest_sequence, replicated_tokens_of_one_group
 from dualkv.integrations.transformers import recompute_layers
-from dualkv.models import in_dtype, load_model, pretrained
+from dualkv.models import in_dtype, load_model
 from dualkv.progress import Track, untracked
 
 # What the two ways may differ by: log-probs and loss absolute, gradients and weights relative, by norms over all.

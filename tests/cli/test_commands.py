@@ -104,7 +104,7 @@ def bad_file(folder: Path, text: str) -> str:
         (["demo", "--steps", "many"], "--steps"),
         (["demo", "--colour", "red"], "--colour"),
         (["demon"], "demon"),
-        (["demo", "--model", "gpt-9"], "model 'gpt-9' is neither a local folder nor one of tiny"),
+        (["demo", "--model", "gpt-9"], "model 'gpt-9' is neither a local folder nor a GGUF file nor one of tiny"),
         (["demo", "--rollouts", "/absent/r.jsonl"], "/absent/r.jsonl: No such file or directory"),
         (["demo", "--tokenizer", "/absent/t"], "tokenizer '/absent/t' is no local file or folder"),
         (["demo", "--plot", "/absent/p.png"], "there is no folder /absent to write it to"),

@@ -69,9 +69,9 @@ def record(
     }
     made |= {"candidates": short} if short else {}
     if screened:
-        lines = [line for line in screened.read_text(errors="replace").splitlines() if line.startswith('{"task"')]
+        shown = [line for line in screened.read_text(errors="replace").splitlines() if line.startswith('{"task"')]
         kept = ("task", *HELD_OUT[1:4], "prefix", "question_len", "answer_len")
-        made["screened"] = [{name: json.loads(line)[name] for name in kept} for line in lines]
+        made["screened"] = [{name: json.loads(line)[name] for name in kept} for line in shown]
     return made | ({"times": json.loads(times.read_text())} if times else {})
 
 
