@@ -14,6 +14,7 @@ import torch
 from codegen import compile, toolchain
 from codegen.spec import TILES
 from dualkv.cli import commands
+from dualkv.models import CONFIGS
 from tests.codegen import stand_in
 
 TESTS = Path(__file__).parent
@@ -85,6 +86,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def smaller_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the demo's model `tiny` smaller, for tests that do not depend on its size."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
+    monkeypatch.setitem(CONFIGS, "tiny", CONFIGS["tiny"] | sizes | {"head_dim": 32})
 
 
 @pytest.fixture

@@ -279,3 +279,21 @@ def test_what_walk_takes_for_a_loss():
         walked(None, "model")
     with pytest.raises(TypeError, match=r"batch is a PackedBatch.*from_batch"):
         dualkv.walk(dualkv.pack([[1]], [[[2]]]), 2, lambda input_ids, branch: None)
+
+
+def test_parts_that_are_planned_already():
+    batch = dualkv.pack_sequences([[1, 2, 3, 4], [1, 2, 5]])
+    embedding = torch.eye(8, requires_grad=True)
+
+    def attend(input_ids, branch):
+        x = embedding[input_ids[0]][:, None]
+        return branch.attention(x, x, x, layer=0)[None, :, 0]
+
+    def loss(hidden, part):
+        return hidden[0, part.predict_rows].pow(2).sum()
+
+    parts = plan_parts(batch, 2)
+    assert len(parts) > 2
+    assert torch.equal(dualkv.walk(batch, parts, attend, loss), dualkv.walk(batch, 2, attend, loss))
+    with pytest.raises(ValueError, match="budget is a list, expected the parts of this batch"):
+        dualkv.walk(dualkv.pack_sequences([[1, 2], [1, 3]]), parts, attend, loss)

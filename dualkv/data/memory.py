@@ -38,7 +38,7 @@ class RowCosts(NamedTuple):
 
 @dataclass(frozen=True)
 class Memory:
-    """A limit of memory as the budget of :func:`dualkv.walk` and of :func:`dualkv.plan_memory`.
+    """A limit of memory as the budget of :func:`dualkv.walk` and of :func:`dualkv.plan_in_memory`.
 
     Attributes:
         bytes: that passes may take beside weights, their gradients, the optimizer and the head's logits: kept keys and

@@ -18,7 +18,7 @@ from dualkv.demo.settings import ON_CUDA, DemoSettings
 
 SMALL = ["demo", "--prompt-len", "40", "--response-len", "8", "--responses", "2", "--steps", "1", "--device", "cpu"]
 Run = Callable[..., tuple[int, str, str]]
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "smaller_tiny")
 
 
 def test_demo_prints_the_comparison(run: Run, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def test_ways_compute_the_same(monkeypatch):
             assert ways["walked"]["memory"] < of_job["limit"]
             assert ways["walked"]["bytes"] < 1.05 * ways["walked"]["planned_bytes"] or part == "update"
             assert ways["20all"]["keep_all"] == ways["20all"]["parts"] > ways["40"]["parts"]
-            for way in ("walked", "40", "20all"):
+            for way in ("walked", "values", "40", "20all"):
                 assert ways[way]["sum"] == pytest.approx(ways["cut"]["sum"], rel=1e-4)
                 assert f"{way} {ways[way]['median']:.3f} s" in bench.line("group", part, ways)
 

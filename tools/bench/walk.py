@@ -1,10 +1,11 @@
 """`python -m tools.bench.walk --json walk.json`: groups and trees past a micro-batch, walked and cut.
 
-Each job is run three ways in turn, with every layer checkpointed:
+Each job is run in several ways in turn, with every layer checkpointed:
 
 - cut: micro-batches of a budget of rows, which repeat what they share (`plan_sequences`); or one packed row.
 - walked: :func:`dualkv.walk` in a limit of memory, a multiple of the peak of the way before, weights and gradients
   included. Layers keep all where there is room.
+- values: the same parts by :func:`dualkv.walk_values`, as in TRL's trainers: log-probs first, then their backward.
 - of a number of rows, with layers recomputed or not, where `--also` asks for it.
 
 `layers` is forward and backward of the layers, with a loss that sums hidden states of the rows that predict trained
@@ -35,7 +36,7 @@ from dualkv.integrations.transformers import enable, head, recompute_layers
 from dualkv.logprobs import response_logprobs
 from dualkv.models import CONFIGS
 from dualkv.row_costs import Peak, measure_rows
-from dualkv.walks import walk
+from dualkv.walks import walk, walk_values
 from tools.bench.record import JsonPath, Record
 from tools.bench.repeats import repeated
 from tools.bench.step import Sizes, make_model
@@ -157,6 +158,17 @@ class Runner:
 
         return run
 
+    def by_values(self, part: str, batch: PackedSequences, parts: list[TreePart]) -> Callable[[], list[torch.Tensor]]:
+        def run() -> list[torch.Tensor]:
+            def values(hidden: torch.Tensor, rows: TreePart) -> torch.Tensor:
+                return rows.expand(self.values(part, hidden, rows))
+
+            found = walk_values(batch, parts, self.forward, values).sum()
+            (found / 1000).backward()
+            return [found.detach()]
+
+        return run
+
     def costs(self, job: Job) -> RowCosts:
         def forward(ids: torch.Tensor, branch: Branch) -> torch.Tensor:
             return self.forward(ids, branch)
@@ -207,14 +219,15 @@ def measure(sizes: Sizes, names: list[str], parts: list[str], also: list[str], d
             limit = job.limit * (static + done) - static
             if part == "update":
                 limit -= runner.of_head(batch)
-            plans = {"walked": fitting(batch, Memory(int(limit), costs))}
+            plans = dict.fromkeys(("walked", "values"), fitting(batch, Memory(int(limit), costs)))
             plans |= {name: _of_rows(batch, name, costs) for name in also}
             for name, plan in plans.items():
                 if plan is None:
                     ways[name] = {"error": f"{limit:,.0f} bytes do not hold the smallest parts"}
                     continue
                 ways[name] = _of_plan(plan)
-                _timed(ways, name, runner.walked(part, batch, plan.parts), sizes.repeats, device)
+                walks = runner.by_values if name == "values" else runner.walked
+                _timed(ways, name, walks(part, batch, plan.parts), sizes.repeats, device)
                 if "median" in ways[name]:
                     ways[name]["speed_up"] = ways["cut"]["median"] / ways[name]["median"]
                     peaks = [static + ways[x]["bytes"] for x in (name, "cut")]

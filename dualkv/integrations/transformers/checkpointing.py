@@ -118,8 +118,7 @@ def keep_all(decoder: nn.Module, until: ExitStack) -> None:
     """Lets checkpointed layers keep all that their backward needs, until `until` is closed."""
     for layer in layers_to_leave_out(decoder):
         if layer.gradient_checkpointing:
-            layer.gradient_checkpointing = False
-            until.callback(setattr, layer, "gradient_checkpointing", True)
+            until.enter_context(patching.Changes(layer)).replace("gradient_checkpointing", False)
 
 
 @torch.compiler.disable
