@@ -26,6 +26,7 @@ from tools.bench import (
     host_time,
     trace_rows,
     tune_rows,
+    walk_rows,
 )
 from tools.bench.record import commit_of, runs_of
 from tools.ncu import show as ncu
@@ -46,6 +47,7 @@ DOCUMENTS = (
             "profiling",
             "sanitizers",
             "transformers",
+            "trees",
             "trust",
             "tuning",
         )
@@ -440,6 +442,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "trace-verl": lambda: trace_rows.verl(_load),
     "trace-trl": lambda: trace_rows.trl(_load),
     "trace-trl-async": lambda: trace_rows.trl_async(_load),
+    "walks": lambda: walk_rows.walks(_load),
     "hybrid": hybrid,
     "compared": compared,
     "peers": peers,
