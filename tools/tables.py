@@ -27,6 +27,7 @@ from tools.bench import (
     real_model,
     trace_rows,
     tune_rows,
+    walk_rows,
 )
 from tools.bench.record import commit_of, runs_of
 from tools.ncu import show as ncu
@@ -48,6 +49,7 @@ DOCUMENTS = (
             "real-model",
             "sanitizers",
             "transformers",
+            "trees",
             "trust",
             "tuning",
         )
@@ -447,6 +449,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "trace-verl": lambda: trace_rows.verl(_load),
     "trace-trl": lambda: trace_rows.trl(_load),
     "trace-trl-async": lambda: trace_rows.trl_async(_load),
+    "walks": lambda: walk_rows.walks(_load),
     "hybrid": hybrid,
     "real-model": lambda: real_model.markdown(_load("real-model-h200")),
     "compared": compared,
