@@ -117,7 +117,7 @@ class DPOTrainer(PackedAnswers, trl.DPOTrainer):
         ValueError: by the constructor for a model that :func:`dualkv.integrations.transformers.enable` refuses, a
             dataset with images, PEFT adapters that `enable` refuses,
             `neftune_noise_alpha`, or a `memory` or `walk` that :class:`PackedGroups` refuses; in training for inputs
-            other than text.
+            other than text, and labels of a collator or dataset that are not the next tokens.
     """
 
 
@@ -245,10 +245,17 @@ def _packed_head(
 
     A sequence is its prompt up to the first token with a label, and its response from there on. In a sequence that
     begins with a label, the first token is the prompt: nothing predicts it.
+
+    Raises:
+        ValueError: one row without `cu_seq_lens_q`; other inputs than text; a label that is not its own token, or that
+            no token of its sequence predicts.
     """
     given, one_row = input_ids, attention_mask is None
     if attention_mask is None:
-        lens = {name: others.pop(name) for name in OF_ONE_ROW}["cu_seq_lens_q"].diff()
+        starts = {name: others.pop(name, None) for name in OF_ONE_ROW}["cu_seq_lens_q"]
+        if starts is None:
+            raise ValueError("the batch has neither attention_mask nor cu_seq_lens_q, expected one of them")
+        lens = starts.diff()
         is_token = torch.arange(int(lens.max()), device=lens.device) < lens[:, None]
         input_ids, labels = (x.new_full(is_token.shape, IGNORED).masked_scatter(is_token, x) for x in (given, labels))
     else:
@@ -256,6 +263,7 @@ def _packed_head(
     _refuse_others(others)
     column = torch.arange(input_ids.shape[1], device=input_ids.device)
     labelled = is_token & (labels != IGNORED)
+    _refuse_labels(input_ids, labels, is_token, one_row)
     first, end = (torch.where(mask.any(1), mask.byte().argmax(1), len(column)) for mask in (is_token, labelled))
     is_response = is_token & (column >= torch.maximum(end, first + 1)[:, None])
     batch = pack_rollouts(input_ids, is_token & ~is_response, input_ids, is_response)
@@ -338,6 +346,22 @@ def _packed_score(
     rows = batch.unpack_sequences(torch.arange(batch.layout.num_tokens))
     scored = torch.stack([own[i] for own, i in zip(rows, place, strict=True)]).to(hidden.device)
     return SequenceClassifierOutputWithPast(logits=model.score(hidden[scored]))
+
+
+def _refuse_labels(input_ids: torch.Tensor, labels: torch.Tensor, is_token: torch.Tensor, one_row: bool) -> None:
+    """Raises ValueError for labels [N, L] that are not the tokens which follow in their sequences.
+
+    TRL's head ignores the first column, except in one row, where the sequence before predicts it.
+    """
+    follows = functional.pad(is_token[:, 1:] & is_token[:, :-1], (1, 0))
+    others = (labels != IGNORED) & (~follows | (labels != input_ids))
+    others[:, 0] &= one_row
+    if others.any():
+        row, at = others.nonzero()[0].tolist()
+        raise ValueError(
+            f"labels[{row}, {at}] is {int(labels[row, at])}, expected -100, or {int(input_ids[row, at])} behind another"
+            " token of its sequence: only labels that are the next tokens are packed, use TRL's own trainer"
+        )
 
 
 def _refuse_others(others: Batch) -> None:

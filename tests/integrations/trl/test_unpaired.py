@@ -205,6 +205,31 @@ def test_the_head_computes_rows_that_count(monkeypatch: pytest.MonkeyPatch) -> N
     assert counts == [(labels[:, 1:] != -100).sum() - 2]  # the first two that count are shared
 
 
+def test_labels_that_are_not_the_next_tokens() -> None:
+    """A dataset or a collator may bring labels of its own, which TRL's head compares with."""
+    model = make_model()
+    add_fused_lm_head(model)
+    metrics: Any = defaultdict(lambda: defaultdict(list))
+    pack_head(enable(model), SimpleNamespace(_metrics=metrics, model=model))
+    ids, mask = torch.randint(3, 90, (2, 12)), torch.ones(2, 12, dtype=torch.int64)
+    call = partial(model, input_ids=ids, fused_lm_head=True)
+    first = ids.clone()
+    first[0, 0] = 99
+    assert call(attention_mask=mask, labels=first).label_mask.all()  # nothing predicts a first token
+    mask[1, :4] = 0
+    for row, at, change in ((0, 5, 1), (1, 3, 0), (1, 4, 0)):  # another token, no token, a first token
+        labels = torch.full_like(ids, -100)
+        labels[row, at] = ids[row, at] + change
+        with pytest.raises(ValueError, match=rf"labels\[{row}, {at}\] is \d+, expected -100, or {ids[row, at]} behind"):
+            call(attention_mask=mask, labels=labels)
+    starts = torch.tensor([0, 5, 12])
+    row = {"input_ids": ids[:1], "labels": ids[:1].index_fill(1, torch.tensor([0]), -100)}
+    with pytest.raises(ValueError, match=r"labels\[1, 0\] is .* behind another token of its sequence"):
+        model(**row, cu_seq_lens_q=starts, fused_lm_head=True)
+    with pytest.raises(ValueError, match="neither attention_mask nor cu_seq_lens_q"):
+        model(**row, position_ids=torch.arange(12)[None], fused_lm_head=True)
+
+
 def test_what_sft_refuses(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"label_smoothing_factor is given, .* logits of separate sequences"):
         make(SFTTrainer, tmp_path, DATA, label_smoothing_factor=0.1)
