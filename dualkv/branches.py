@@ -57,6 +57,7 @@ class Kept:
     def __init__(self, tensors: Sequence[torch.Tensor], keeping: Keeping) -> None:
         self._keeping, self._device = keeping, tensors[0].device
         self._tensors: list[torch.Tensor] = [_compact(x.detach(), keeping.on_host) for x in tensors]
+        self._versions = [_version(x) for x in self._tensors]
         self._sums: list[torch.Tensor | None] = [None] * len(tensors)
         self.made: tuple[torch.Tensor, ...] = ()
 
@@ -64,8 +65,18 @@ class Kept:
         return len(self._sums)
 
     def read(self, index: int) -> torch.Tensor:
-        """Return a tensor on the device of the trunk."""
-        return self._tensors[index].to(self._device, non_blocking=True)
+        """Return a tensor on the device of the trunk.
+
+        Raises:
+            RuntimeError: it has been written in place since the trunk's forward.
+        """
+        kept = self._tensors[index]
+        if _version(kept) != self._versions[index]:
+            raise RuntimeError(
+                "keys, values or a state that a trunk of a walk keeps have been written in place after the layer read"
+                " them, expected no writes: parts below read them too (write into a copy)"
+            )
+        return kept.to(self._device, non_blocking=True)
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
         """Add a part's gradient of the first rows of a tensor."""
@@ -87,7 +98,17 @@ class Kept:
         self._tensors = []
 
     def roots(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Take the tensors of the second pass that have a graph, each with its gradient."""
+        """Take the tensors of the second pass that have a graph, each with its gradient.
+
+        Raises:
+            ValueError: the second pass did not make the tensors of the first one.
+        """
+        if not self.made and any(total is not None for total in self._sums):
+            raise ValueError(
+                "the second pass of a trunk left out a layer that ran in the first one, whose keys, values or states"
+                " have gradients of the parts below: expected the same layers in both (layers may be left out by"
+                " torch's random numbers, which both passes draw alike)"
+            )
         found = []
         for made, total in zip(self.made, self._sums, strict=False):
             if made.requires_grad and total is not None:
@@ -103,11 +124,17 @@ class Kept:
 
 
 def _compact(x: torch.Tensor, on_host: bool) -> torch.Tensor:
-    """Copy x to the host, or copy it where it is a part of a larger tensor that it would hold."""
+    """Copy x to the host, or copy it where it is a part of a larger tensor that it would hold, or where nothing would
+    tell of writes into it."""
     if not on_host:
-        return x if x.untyped_storage().nbytes() <= x.nbytes else x.clone()
+        return x.clone() if x.untyped_storage().nbytes() > x.nbytes or x.is_inference() else x
     there = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
     return there.copy_(x, non_blocking=True)
+
+
+def _version(x: torch.Tensor) -> int:
+    """The number of writes into x; inference tensors do not count them."""
+    return 0 if x.is_inference() else x._version
 
 
 class _Read(torch.autograd.Function):
@@ -173,7 +200,7 @@ class _Attention(torch.autograd.Function):
             )  # fmt: skip
         out, lse = out[rows:].clone(), lse[:, rows:].clone()  # a view would hold the path's rows
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.version = out._version
+        ctx.version = _version(out)
         return out
 
     @staticmethod

@@ -310,8 +310,10 @@ def walk(
     Raises:
         ValueError: a budget below 1, or below what the smallest parts need; a forward whose attention does not use the
             branch (:meth:`Layout.mark_used` of `branch.layout`); a loss that is not one number, or has no gradient
-            where the walk has them; see :meth:`dualkv.branches.Branch.attention`.
+            where the walk has them; a layer that the second pass of a trunk leaves out; see
+            :meth:`dualkv.branches.Branch.attention`.
         TypeError: another batch; a forward or loss that is not a function; a loss that returns no tensor.
+        RuntimeError: keys or values that are written in place behind their layer.
     """
     keeping, parts = Keeping(gradients, on_host), _parts(batch, budget)
     _check_functions(forward=(forward, "(input_ids, branch)"), loss=(loss, "(hidden states, part)"))

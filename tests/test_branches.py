@@ -297,3 +297,39 @@ def test_parts_that_are_planned_already():
     assert torch.equal(dualkv.walk(batch, parts, attend, loss), dualkv.walk(batch, 2, attend, loss))
     with pytest.raises(ValueError, match="budget is a list, expected the parts of this batch"):
         dualkv.walk(dualkv.pack_sequences([[1, 2], [1, 3]]), parts, attend, loss)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_writes_into_what_trunks_keep(context):
+    """A layer adds to its input, which was key and value too: an error, or what copies give, but no other result."""
+    embedding = torch.randn(8, 1, 8, generator=torch.Generator().manual_seed(0))
+
+    def run(copies):
+        def forward(input_ids, branch):
+            x = embedding[input_ids[0]]
+            keys = x.clone() if copies else x
+            x += branch.attention(x, keys, keys, layer=0)
+            return x[None, :, 0]
+
+        with context():
+            return walked(lambda hidden, part: hidden.sum(), forward)
+
+    if context is torch.no_grad:
+        with pytest.raises(RuntimeError, match="written in place after the layer read them"):
+            run(copies=False)
+    else:
+        torch.testing.assert_close(run(copies=False), run(copies=True))
+
+
+def test_a_layer_that_the_second_pass_leaves_out():
+    """A gradient that has nowhere to go is not lost."""
+    embedding = torch.eye(8, requires_grad=True)
+
+    def forward(input_ids, branch):
+        x = embedding[input_ids[0]][:, None]
+        for layer in range(1 if branch.part.is_trunk and torch.is_grad_enabled() else 2):
+            x = x + branch.attention(x, x, x, layer=layer)
+        return x[None, :, 0]
+
+    with pytest.raises(ValueError, match="second pass of a trunk left out a layer"):
+        walked(lambda hidden, part: hidden.sum(), forward)
