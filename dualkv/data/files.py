@@ -286,6 +286,7 @@ def _group(data: dict[str, Any], tokenizer: Tokenizer, vocab_size: int | None, n
     rewards = _rewards(data, of)
     if of == "sequences":
         return _turns(data["sequences"], data["loss_masks"], rewards, vocab_size)
+    _refuse_masks(data, of)
     prompt = _text_or_ids("prompt", data["prompt"], tokenizer, vocab_size)
     if not prompt:
         raise ValueError("'prompt' is empty, expected at least one token")
@@ -353,6 +354,7 @@ def sequences(data: dict[str, Any], tokenizer: Tokenizer) -> tuple[list[list[int
         found = samples(data, tokenizer)
         counts = [None if sample.mask is None else sum(sample.mask) for sample in found]
         return [s.tokens for s in found], None if None in counts else sum(c or 0 for c in counts)
+    _refuse_masks(data, of)
     prompt = _text_or_ids("prompt", data["prompt"], tokenizer, None)
     if not prompt:
         raise ValueError("'prompt' is empty, expected at least one token")
@@ -441,6 +443,8 @@ def samples(data: dict[str, Any], tokenizer: Tokenizer, vocab_size: int | None =
     if not first:
         raise ValueError(f"{prompt!r} is empty, expected at least one token")
     mask = _mask(data, ("completion_mask", "response_mask"), len(then))
+    if mask is None:
+        _refuse_masks(data, answer)
     return [Sample(first + then, [0] * len(first) + (mask or [1] * len(then)), reward)]
 
 
@@ -562,6 +566,16 @@ def _mask(data: dict[str, Any], names: Sequence[str], tokens: int) -> list[int] 
     if not isinstance(mask, list) or len(mask) != tokens or any(m not in (0, 1) for m in mask):
         raise ValueError(f"{name!r} must be a list of {tokens} values 0 or 1, one a token")
     return [int(m) for m in mask]
+
+
+def _refuse_masks(data: dict[str, Any], answer: str) -> None:
+    """Raise ValueError for a mask under a name that is not read beside an answer: all of its tokens would count."""
+    for key, value in data.items():
+        if value is not None and key.endswith(("_mask", "_masks")) and key not in ("prompt_mask", "attention_mask"):
+            raise ValueError(
+                f"{key!r} is not read beside {answer!r}, expected 'completion_mask' or 'response_mask' of one answer,"
+                " or 'sequences' with 'loss_masks'"
+            )
 
 
 def _text_or_ids(name: str, value: Any, tokenizer: Tokenizer, vocab_size: int | None) -> list[int]:

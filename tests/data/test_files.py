@@ -194,6 +194,8 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
         ("a.jsonl", '{"input": "a", "output": "b", "score": "high"}', "'score' is \"high\", expected a finite number"),
         ("a.jsonl", '{"input_ids": [1, 2], "reward": 1}', "which tokens count is not known"),
         ("a.jsonl", '{"input_ids": [1, 2], "loss_mask": [1, 1], "reward": 1}', "expected a prompt before it"),
+        ("a.jsonl", '{"prompt_ids": [1], "completion_ids": [2], "loss_mask": [0]}', "'loss_mask' is not read"),
+        ("a.jsonl", '{"prompt": [1], "responses": [[2]], "rewards": [1], "loss_masks": [[0]]}', "beside 'responses'"),
         ("a.jsonl", '{"question": "a"}', "expected 'sequences', 'prompt' with"),
     ],
 )  # fmt: skip
