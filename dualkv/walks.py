@@ -196,20 +196,36 @@ def walk_passes(
         device: of empty passes.
 
     Raises:
-        ValueError: the pass before was not run, no batch without a group; and as :func:`walk`.
+        ValueError: the pass before was not run, no batch without a group, another rank that raises; and as
+            :func:`walk`.
     """
     training = torch.is_grad_enabled()
     if batch is None and group is None:
         raise ValueError("batch is None, expected a batch, or a group of ranks that have some")
-    parts = [] if batch is None else _parts(batch, budget)
+    parts: Sequence[TreePart] = []
+    refusal: ValueError | TypeError | None = None
+    try:
+        parts = parts if batch is None else _parts(batch, budget)
+    except (ValueError, TypeError) as error:
+        if group is None:
+            raise
+        refusal = error
     own = _own_passes(parts, keeping or Keeping(), training)
     if group is None:
         yield from own
         return
-    every: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(every, _kinds(parts, training), group)
     mine = _kinds(parts, training)
-    for kind in _together(every):
+    every: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, None if refusal else mine, group)
+    if refusal is not None:
+        raise refusal
+    agreed = [kinds for kinds in every if kinds is not None]
+    if len(agreed) < len(every):
+        raise ValueError(
+            f"{len(every) - len(agreed)} of the {len(every)} ranks of group refused their batch or budget, expected"
+            " passes on all of them: the errors are theirs"
+        )
+    for kind in _together(agreed):
         if mine[:1] == kind:
             mine = mine[1:]
             yield next(own)

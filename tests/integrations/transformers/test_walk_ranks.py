@@ -53,6 +53,9 @@ def on_a_rank(rank: int) -> None:
 
     dist.init_process_group("gloo")
     mesh = dist.init_device_mesh("cpu", (2,))
+    said = "budget is 0, expected 1 or more" if rank else "1 of the 2 ranks of group refused their batch or budget"
+    with pytest.raises(ValueError, match=said):
+        next(dualkv.walk_passes(of(SMALL), 0 if rank else ROWS, group=dist.group.WORLD))
     for name, given in CASES.items():
         for tied, recomputed in [(False, True), (True, False)]:
             plain = Policy(tied, False)
