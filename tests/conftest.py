@@ -79,6 +79,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             terminalreporter.write_line(f"{folder.relative_to(TESTS.parent)} is left out: {why}")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> Iterator[None]:
+    """Freezes what tests leave for good, such as PyTorch's compiler: with it a collection takes a second, and the
+    demo and benchmarks collect before each measurement."""
+    yield
+    if len(gc.get_objects(generation=2)) > 100_000:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """The tensors are small: more threads would only wait for each other."""
