@@ -130,7 +130,7 @@ def _steps() -> dict[str, list[str]]:
     run = _load("real-model-h200")
     ways = [run["times"][way] for way in ("replicated", "packed")]
     sizes = run["runs_of"]["packed-0"]["settings"]
-    what = f"GRPO update of {sizes['groups']} prompts, SmolLM2-135M-Instruct on a real task, H200"
+    what = f"GRPO update of {sizes['groups']} prompts, SmolLM2-135M, H200"
     rows["real"] = measured(what, "PyTorch's SDPA", sizes, ways, "median_s", least="up to ")
     whole_grpo = [
         r
