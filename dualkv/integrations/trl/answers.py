@@ -83,6 +83,11 @@ class PackedAnswers(Base):
     def _pack(self) -> None:
         if not self._packed:
             refuse_trainer(self)
+            if self.args.torch_compile:
+                raise ValueError(
+                    "torch_compile is True, and batches are packed on the host within the model's call, which cannot be"
+                    " compiled: leave it out, or use TRL's own trainer"
+                )
             if self._walk is not None:
                 refuse_walk(self, fast=self._fast)
             probe.of_answers(self, pack_head)
@@ -116,8 +121,8 @@ class DPOTrainer(PackedAnswers, trl.DPOTrainer):
     Raises:
         ValueError: by the constructor for a model that :func:`dualkv.integrations.transformers.enable` refuses, a
             dataset with images, PEFT adapters that `enable` refuses,
-            `neftune_noise_alpha`, or a `memory` or `walk` that :class:`PackedGroups` refuses; in training for inputs
-            other than text, and labels of a collator or dataset that are not the next tokens.
+            `neftune_noise_alpha`, `torch_compile`, or a `memory` or `walk` that :class:`PackedGroups` refuses; in
+            training for inputs other than text, and labels of a collator or dataset that are not the next tokens.
     """
 
 

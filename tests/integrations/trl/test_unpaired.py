@@ -233,6 +233,8 @@ def test_labels_that_are_not_the_next_tokens() -> None:
 def test_what_sft_refuses(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"label_smoothing_factor is given, .* logits of separate sequences"):
         make(SFTTrainer, tmp_path, DATA, label_smoothing_factor=0.1)
+    with pytest.raises(ValueError, match=r"torch_compile is True, .* which cannot be compiled"):
+        make(SFTTrainer, tmp_path, DATA, torch_compile=True, torch_compile_backend="eager")
     make_model().save_pretrained(tmp_path / "qwen3")
     with pytest.raises(ValueError, match=r"compute_loss_func is given, .* logits of separate sequences"):
         make(partial(SFTTrainer, compute_loss_func=print), tmp_path, DATA)
