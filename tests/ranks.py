@@ -13,10 +13,11 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,18 @@ def on_ranks(count: int, function: str, *arguments: str) -> str:
         done, said = _started(count, function, *arguments)
     assert done, said[-5000:]
     return said
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    with patch.dict(os.environ, names):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
 def _started(count: int, function: str, *arguments: str) -> tuple[bool, str]:

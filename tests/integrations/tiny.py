@@ -98,6 +98,18 @@ def _made(family: str, dtype: torch.dtype, attention: str, settings: dict[str, A
     return model
 
 
+def make_vision_language() -> Any:
+    """A Qwen2.5-VL in fp32."""
+    rotary = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "fullatt_block_indexes": [0]}
+    config = tf.Qwen2_5_VLConfig(
+        text_config=SIZES | {"rope_parameters": rotary},
+        vision_config=vision | {"out_hidden_size": SIZES["hidden_size"]},
+        image_token_id=3,
+    )
+    return tf.Qwen2_5_VLForConditionalGeneration(config).float()
+
+
 def token_ids(layout: dualkv.Layout, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, VOCAB, (1, layout.num_tokens), generator=torch.Generator().manual_seed(seed))
 

@@ -22,5 +22,5 @@ def walks(load: Callable[[str], dict[str, Any]]) -> str:
                 walked = next(way for name, way in ways.items() if name != "cut" and "error" not in way)
                 cells = [f"{way['median']:.2f}, {way['peak_gib']:.1f}" for way in (ways["cut"], walked)]
                 rows.append([what, limit.partition(":")[0], part, *cells, f"{walked['speed_up']:.2f}x"])
-    head = ["P x N x R, or trace", "rows of the other way", "of", "other way", "walk", "speed-up"]
+    head = ["P x N x R, or trace", "rows of a micro-batch", "part", "micro-batches", "walk", "speed-up"]
     return markdown_table(head, rows) + recorded(*records)

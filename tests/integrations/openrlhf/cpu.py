@@ -16,8 +16,6 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -121,15 +119,3 @@ def worker(decorated: Any) -> Any:
     """An instance of a class of Ray's actors, in this process."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     return decorated.__ray_metadata__.modified_class(ranks, rank, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
-
-
-@contextmanager
-def one_rank() -> Iterator[None]:
-    """A process group of this process alone."""
-    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    with patch.dict(os.environ, names):
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()

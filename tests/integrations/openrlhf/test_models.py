@@ -14,13 +14,11 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
 )
 
 from dualkv.integrations.openrlhf import pack_model
 from tests.integrations.openrlhf.runs import rollouts
-from tests.integrations.tiny import SIZES, gradients_asked
+from tests.integrations.tiny import gradients_asked, make_vision_language
 
 LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 
@@ -200,14 +198,7 @@ def test_a_reward_model(folder: Path) -> None:
 
 
 def test_text_of_a_vision_language_model(tmp_path: Path) -> None:
-    rotary = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
-    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "fullatt_block_indexes": [0]}
-    config = Qwen2_5_VLConfig(
-        text_config=SIZES | {"rope_parameters": rotary},
-        vision_config=vision | {"out_hidden_size": SIZES["hidden_size"]},
-        image_token_id=3,
-    )
-    Qwen2_5_VLForConditionalGeneration(config).float().save_pretrained(tmp_path)
+    make_vision_language().save_pretrained(tmp_path)
     ours, theirs = pair(actor(tmp_path))
     assert ours.is_vlm
     torch.testing.assert_close(ours(*batch()), theirs(*batch()), rtol=1e-5, atol=1e-5)

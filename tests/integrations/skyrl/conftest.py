@@ -1,18 +1,17 @@
-"""Stand-ins of what needs a GPU come before SkyRL; a process group of one rank, which its workers ask for."""
+"""A process group of one rank, which SkyRL's workers ask for, and tiny models."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
-import tests.integrations.skyrl.cpu as cpu  # isort: skip
-
 import pytest
 
+from tests import ranks
 from tests.integrations.skyrl.runs import save
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_rank() -> Iterator[None]:
-    with cpu.one_rank():
+    with ranks.one_rank():
         yield
 
 

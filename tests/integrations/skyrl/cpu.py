@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -117,15 +114,3 @@ def _get(found: Any) -> Any:
 
 
 ray.put, ray.get = (lambda value: value), _get
-
-
-@contextmanager
-def one_rank() -> Iterator[None]:
-    """A process group of this process alone."""
-    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    with patch.dict(os.environ, names):
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()

@@ -11,12 +11,11 @@ from skyrl.backends.skyrl_train.patches.gptoss.patch_transformers import patch_G
 from skyrl.backends.skyrl_train.workers.model_wrapper import HFModelWrapper
 from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
 from torch import nn
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 
 from dualkv.integrations.skyrl import PackedModel
 from tests.integrations.skyrl.runs import rollouts, save
-from tests.integrations.tiny import SIZES, make_featured, make_model
+from tests.integrations.tiny import make_featured, make_model, make_vision_language
 
 LORA = {"lora_rank": 4, "target_modules": "all-linear", "lora_init_method": "gaussian"}
 
@@ -96,21 +95,14 @@ def test_a_mixture_of_experts(tmp_path: Path) -> None:
 
 def test_a_vision_language_model(tmp_path: Path) -> None:
     """Text runs packed; a batch with images does not, which is said once."""
-    rotary = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
-    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "fullatt_block_indexes": [0]}
-    config = Qwen2_5_VLConfig(
-        text_config=SIZES | {"rope_parameters": rotary},
-        vision_config=vision | {"out_hidden_size": SIZES["hidden_size"]},
-        image_token_id=3,
-    )
-    Qwen2_5_VLForConditionalGeneration(config).float().save_pretrained(tmp_path)
+    make_vision_language().save_pretrained(tmp_path)
     ours, theirs = pair(tmp_path)
     assert theirs.is_vlm
     sequences, width, attention = batch()
     follows = (attention.cumsum(1) > 1)[:, -width:]
     found, expected = (model(sequences, width, attention) * follows for model in (ours, theirs))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    sequences[0, -4] = config.image_token_id  # an image of one patch behind merging
+    sequences[0, -4] = theirs.model.config.image_token_id  # an image of one patch behind merging
     images = {"pixel_values": torch.randn(4, 3 * 2 * 14 * 14), "image_grid_thw": torch.tensor([[1, 2, 2]])}
     with pytest.warns(UserWarning, match=r"Qwen2_5_VLForConditionalGeneration got images.* SkyRL"):
         found = ours(sequences, width, attention, **images)

@@ -17,12 +17,12 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, packing
 from trl.experimental.async_grpo import async_grpo_trainer as theirs
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-from dualkv.integrations.transformers import disable
 from dualkv.integrations.trl import probe
 from dualkv.integrations.trl.async_grpo import AsyncGRPOTrainer
 from tests.integrations.tiny import VOCAB, gradients_asked, make_featured, make_model
 from tests.integrations.transformers.test_recurrent import make as make_recurrent
 from tests.integrations.trl.runs import NF4, SETTINGS, in_fp32, of_images, tokenizer
+from tools.bench.trl_async import Alone
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # TRL's own calls
 
@@ -80,29 +80,6 @@ class Worker:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None
-
-
-class Alone(AsyncGRPOTrainer):
-    """Runs each path of a tree by itself, in a model that is not enabled."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        disable(self.model).set_attn_implementation("eager")
-
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        def run(tree_kv_index: Any, tree_cu_seqlens_q: Any, tree_cu_seqlens_k: Any, **given: Any) -> Any:
-            rows = [given.pop(name) for name in ("input_ids", "shift_labels")]
-            q, k = tree_cu_seqlens_q.tolist(), tree_cu_seqlens_k.tolist()
-            found = []
-            for s in range(len(q) - 1):
-                path = tree_kv_index[k[s] : k[s + 1]]
-                out = model(input_ids=rows[0][:, path], shift_labels=rows[1][:, path], fused_lm_head=True)
-                own = slice(len(path) - (q[s + 1] - q[s]), None)
-                found.append([out.log_probs.flatten()[own], out.entropy.flatten()[own]])
-            logps, entropy = (torch.cat(x) for x in zip(*found, strict=True))
-            return SimpleNamespace(log_probs=logps, entropy=entropy)
-
-        return theirs.AsyncGRPOTrainer.compute_loss(self, run, inputs, *args, **kwargs)
 
 
 def make(cls: Any, folder: Path, model: Any, peft: Any = None, **settings: Any) -> Any:
