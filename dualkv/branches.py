@@ -3,7 +3,7 @@
 A :class:`Branch` stands in the place of a layout: `model(..., dualkv=branch)`. Its attention reads the keys and values
 that the trunks above it keep for each call of a layer, and its backward adds to their gradients. For recurrent layers
 trunks keep states and the last inputs of convolutions, wherever parts below leave the path
-(:mod:`dualkv.integrations.transformers.recurrent.walked`). :mod:`dualkv.walks` runs branches in order.
+(:mod:`dualkv.integrations.recurrent.walked`). :mod:`dualkv.walks` runs branches in order.
 """
 
 from __future__ import annotations

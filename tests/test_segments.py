@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import dualkv
 from dualkv import Layout, context_plan
-from dualkv.integrations.transformers.recurrent import waves
+from dualkv.integrations.recurrent import waves
 from dualkv.segments import Segments, living, segments_of
 
 

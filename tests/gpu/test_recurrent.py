@@ -18,8 +18,9 @@ from codegen.spec import backward_specs, forward_spec
 pytest.importorskip("transformers")
 
 from dualkv.integrations import flash_linear_attention as fla
+from dualkv.integrations.recurrent import ops, waves
 from dualkv.integrations.transformers import disable, enable, recompute_layers
-from dualkv.integrations.transformers.recurrent import on_reference, ops, waves
+from dualkv.integrations.transformers.recurrent import on_reference
 from tests.integrations.tiny import Losses, gradients, token_ids
 from tests.integrations.transformers.test_recurrent import FAMILIES as KNOWN
 from tests.integrations.transformers.test_recurrent import FOREST, make

@@ -109,8 +109,8 @@ def test_older_kernels_do_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     """Liger's kernels and those of flash-linear-attention are left out on a GPU; the latter with a warning."""
     pytest.importorskip("transformers")
     from dualkv.integrations import flash_linear_attention as fla
+    from dualkv.integrations.recurrent import kernels
     from dualkv.integrations.transformers import fused
-    from dualkv.integrations.transformers.recurrent import kernels
 
     stand_in("liger-kernel", "0.5.0", tmp_path / "liger", monkeypatch)
     decoder: Any = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device("cuda"))]))

@@ -38,8 +38,9 @@ from dualkv.bench.run import in_words
 from dualkv.data.rollouts import Rollouts
 from dualkv.demo.update import ModelBatch, packed_batches, replicated_batches
 from dualkv.integrations import patching
+from dualkv.integrations.recurrent import kernels, waves
 from dualkv.integrations.transformers import disable, enable, recompute_layers
-from dualkv.integrations.transformers.recurrent import install, kernels, on_reference, seams, waves
+from dualkv.integrations.transformers.recurrent import install, on_reference, seams
 from dualkv.layout import Layout
 from tools.bench import stock_attention
 from tools.bench.record import JsonPath, Record

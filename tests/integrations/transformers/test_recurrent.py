@@ -23,14 +23,15 @@ import dualkv
 tf = pytest.importorskip("transformers")
 
 from dualkv.integrations import flash_linear_attention as fla  # noqa: E402
+from dualkv.integrations.recurrent import kernels, ops, waves  # noqa: E402
+from dualkv.integrations.recurrent.walked import Trees  # noqa: E402
 from dualkv.integrations.transformers import (  # noqa: E402
     disable,
     enable,
     recompute_layers,
     selfcheck,
 )
-from dualkv.integrations.transformers.recurrent import earlier, kernels, ops, seams, waves  # noqa: E402
-from dualkv.integrations.transformers.recurrent.walked import Trees  # noqa: E402
+from dualkv.integrations.transformers.recurrent import earlier, seams  # noqa: E402
 from tests.integrations.tiny import TREE, Losses, assert_close, gradients, hooks, paths, token_ids  # noqa: E402
 
 SMALL = {

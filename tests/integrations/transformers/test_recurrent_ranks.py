@@ -23,8 +23,8 @@ from tests.ranks import on_ranks
 
 pytest.importorskip("transformers")
 
+from dualkv.integrations.recurrent import ops, sharded, waves
 from dualkv.integrations.transformers import enable, recompute_layers
-from dualkv.integrations.transformers.recurrent import ops, sharded, waves
 from tests.integrations.tiny import gradients, token_ids
 from tests.integrations.transformers import test_recurrent
 from tests.integrations.transformers.test_recurrent import FAMILIES, double_throughout, make, random_forest

@@ -1,11 +1,10 @@
-"""Recurrent layers on packed rows: a segment starts from the state that its parent leaves.
+"""The recurrent layers of transformers' models on packed rows, by :mod:`dualkv.integrations.recurrent`.
 
-:mod:`.waves` orders the segments of a layout, :mod:`.ops` runs convolutions and scans in that order, and :mod:`.seams`
-leads the recurrent layers of transformers' models to these (:mod:`.earlier`: those before 5.17). :mod:`.kernels`
-chooses flash-linear-attention's kernels, :mod:`.walked` keeps what parts of a walked tree start from, and
-:mod:`.sharded` exchanges rows with other ranks.
+:mod:`.seams` leads layouts to their convolutions and scans, :mod:`.earlier` to those of layers before 5.17.
 """
 
+from dualkv.integrations.recurrent.sharded import refuse
+from dualkv.integrations.recurrent.walked import enter
 from dualkv.integrations.transformers.recurrent.earlier import CACHES, without_libraries
 from dualkv.integrations.transformers.recurrent.seams import (
     LAYER_TYPES,
@@ -16,8 +15,6 @@ from dualkv.integrations.transformers.recurrent.seams import (
     on_reference,
     pointwise,
 )
-from dualkv.integrations.transformers.recurrent.sharded import refuse
-from dualkv.integrations.transformers.recurrent.walked import enter
 
 __all__ = [
     "CACHES",

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from dualkv.integrations import patching
 from dualkv.integrations.patching import Changes
-from dualkv.integrations.transformers.recurrent.walked import at_layer
+from dualkv.integrations.recurrent.walked import at_layer
 
 Tensor = torch.Tensor
 Forward = Callable[..., Any]

@@ -24,12 +24,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from dualkv.integrations import flash_linear_attention, patching
+from dualkv.integrations.recurrent import kernels
+from dualkv.integrations.recurrent.ops import convolve, convolve_at_once, padded, scan
+from dualkv.integrations.recurrent.sharded import trees_of
+from dualkv.integrations.recurrent.walked import Trees
+from dualkv.integrations.recurrent.waves import Wave, Windows
 from dualkv.integrations.transformers import masks
-from dualkv.integrations.transformers.recurrent import earlier, kernels
-from dualkv.integrations.transformers.recurrent.ops import convolve, convolve_at_once, padded, scan
-from dualkv.integrations.transformers.recurrent.sharded import trees_of
-from dualkv.integrations.transformers.recurrent.walked import Trees
-from dualkv.integrations.transformers.recurrent.waves import Wave, Windows
+from dualkv.integrations.transformers.recurrent import earlier
 
 Tensor = torch.Tensor
 

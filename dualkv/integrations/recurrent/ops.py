@@ -11,8 +11,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from dualkv import sequence_parallel
-from dualkv.integrations.transformers.recurrent import waves
-from dualkv.integrations.transformers.recurrent.walked import Trees
+from dualkv.integrations.recurrent import waves
+from dualkv.integrations.recurrent.walked import Trees
 
 Tensor = torch.Tensor
 # (rows of a wave, initial states [N, ...] or None, the wave) -> (results, final states [N, ...] or None)

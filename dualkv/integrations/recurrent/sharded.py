@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from dualkv.arrays import IntArray
-from dualkv.integrations.transformers.recurrent import waves
-from dualkv.integrations.transformers.recurrent.walked import Trees
+from dualkv.integrations.recurrent import waves
+from dualkv.integrations.recurrent.walked import Trees
 from dualkv.packed_rows import packed_rows
 from dualkv.segments import Segments
 from dualkv.sequence_parallel import Shard, check_heads

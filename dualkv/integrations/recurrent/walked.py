@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from dualkv.branches import Branch
-from dualkv.integrations.transformers.recurrent import waves
+from dualkv.integrations.recurrent import waves
 from dualkv.layout import Layout
 
 Tensor = torch.Tensor

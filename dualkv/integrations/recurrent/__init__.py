@@ -1,0 +1,6 @@
+"""Recurrent layers on packed rows: a segment starts from the state that its parent leaves.
+
+:mod:`.waves` orders the segments of a layout, and :mod:`.ops` runs convolutions and scans in that order.
+:mod:`.kernels` chooses flash-linear-attention's kernels, :mod:`.walked` keeps what parts of a walked tree start from,
+and :mod:`.sharded` exchanges rows with other ranks. Layers of a library reach these from its own integration.
+"""
