@@ -133,7 +133,7 @@ def packed_vs_separate(
     positive("rollouts", rollouts)
     if logp is not None and logp.shape != batch.targets.shape:
         raise ValueError(f"logp has shape {tuple(logp.shape)}, expected [{len(batch.targets)}], one a response token")
-    if isinstance(batch, PackedBatch) and batch.media and media is None:
+    if batch.media and media is None:
         raise ValueError("batch has images and media is None, expected one mapping for each rollout")
     if media is not None and len(media) != batch.num_rollouts:
         raise ValueError(f"media has {len(media)} entries for {batch.num_rollouts} rollouts, expected as many")
@@ -265,9 +265,8 @@ def _packed(
 ) -> list[torch.Tensor]:
     """Log-probs of the chosen rollouts, by one call with the layout."""
     rows, targets = batch.unpack(batch.predict_rows), batch.unpack(batch.targets)
-    of_images = batch.media if isinstance(batch, PackedBatch) else {}
     of_chosen = torch.cat([rows[i] for i in chosen])
-    logits = _logits(model, of_chosen, input_ids=batch.input_ids, dualkv=batch.layout, **of_images)
+    logits = _logits(model, of_chosen, input_ids=batch.input_ids, dualkv=batch.layout, **batch.media)
     found, _ = of_logits(logits, torch.cat([targets[i] for i in chosen]), temperature)
     return list(found.split([len(rows[i]) for i in chosen]))
 

@@ -1,21 +1,25 @@
-"""Images, videos and audio of prompts: what a processor returns beside ids, kept once for each packed prompt."""
+"""Images, videos and audio: what a processor returns beside ids, kept once for each packed segment."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from dualkv.arrays import IntArray
 from dualkv.layout import Layout
+from dualkv.prefixes import PrefixTree, SharedPrefixes
+from dualkv.tokens import MAX_TOKEN
 
-# What a processor returns for one prompt; None or an empty mapping for a prompt of text alone.
+# What a processor returns for one text; None or an empty mapping for text alone.
 Media = Sequence[Mapping[str, Any] | None]
 Entry = dict[str, Any]
+Named = tuple[str, Entry]  # an entry behind its name in messages
 
-# One value for each token of the prompt; a response has zeros (text).
+# One value for each token of the text, 0 for text; the first one says where images are.
 OF_TOKENS = ("mm_token_type_ids", "token_type_ids")
 
 # What a processor returns about the text: `prompts` and the layout say it.
@@ -27,53 +31,72 @@ GRIDS = (("pixel_values", "image_grid_thw", 1), ("pixel_values_videos", "video_g
 # What processors return for all images or videos of a prompt, beside their pixels.
 BESIDE = {
     "pixel_values": ("image_grid_thw", "image_sizes", "image_position_ids", "batch_num_images", "pixel_attention_mask"),
-    "pixel_values_videos": ("video_grid_thw", "image_sizes_videos", "second_per_grid_ts", "video_second_per_grid"),
-}
+    "pixel_values_videos": (
+        "video_grid_thw", "image_sizes_videos", "second_per_grid_ts", "video_second_per_grid", "video_position_ids",
+        "num_frames_per_video",
+    ),
+}  # fmt: skip
+
+# Padded patches have these positions, -1 at padding.
+PLACES = {"pixel_values": "image_position_ids", "pixel_values_videos": "video_position_ids"}
 
 # Seconds a frame, one value for each video.
 SECONDS = ("second_per_grid_ts", "video_second_per_grid")
 
-# A tensor with a row for each prompt: images are its second dimension (Idefics 3).
+# A tensor with a row for each text: images are its second dimension (Idefics 3).
 IN_ROWS = "pixel_attention_mask"
 
+# The number of images of a text, on which it depends how they are cut (LLaVA-OneVision).
+TOGETHER = "batch_num_images"
 
-# ---------------------------------------------------------------- one prompt
-def entries(media: Media | None, lens: Sequence[int], columns: Sequence[slice] | None = None) -> list[Entry] | None:
-    """The media of each prompt with tensors in place of arrays, values of tokens as [P].
+SAMPLED = 64  # numbers of a tensor that tell most images apart, before all are compared
+
+
+# ---------------------------------------------------------------- one text
+def entries(
+    media: Media | None,
+    lens: Sequence[int],
+    columns: Sequence[slice | IntArray] | None = None,
+    names: Sequence[str] | None = None,
+) -> list[Named] | None:
+    """The media of each text with tensors in place of arrays, values of tokens as [L].
 
     Args:
         media: as for :func:`dualkv.pack`.
-        lens: tokens of each prompt.
-        columns: of a padded batch, where each prompt lies in its row; values of tokens may be rows of that width.
+        lens: tokens of each text.
+        columns: of a padded batch, where each text lies in its row; values of tokens may be rows of that width.
+        names: in messages; by default media[0], media[1] and so on.
 
     Raises:
         ValueError: another number of entries; values of tokens that are not one a token; patches that their grids do
-            not count; placeholders that do not fit the images, compared with other prompts.
+            not count; placeholders that do not fit the images, compared with other texts.
         TypeError: an entry that is no mapping, a value that is neither tensor, array nor list of numbers.
     """
     if media is None:
         return None
+    of = names[0].partition("[")[0] if names else "media"
     if isinstance(media, Mapping) or not isinstance(media, Sequence | np.ndarray):
         raise TypeError(
-            f"media is a {type(media).__name__}, expected a list with one mapping (or None) a prompt: what a processor"
-            " returns for that prompt"
+            f"{of} is a {type(media).__name__}, expected a list with one mapping (or None) a text: what a processor"
+            " returns for that text"
         )
     if len(media) != len(lens):
-        raise ValueError(f"media has {len(media)} entries for {len(lens)} prompts, expected as many")
-    found = []
+        raise ValueError(f"{of} has {len(media)} entries for {len(lens)} token sequences, expected as many")
+    found: list[Named] = []
     for i, given in enumerate(media):
+        name = names[i] if names else f"media[{i}]"
         if given is not None and not isinstance(given, Mapping):
-            raise TypeError(f"media[{i}] is a {type(given).__name__}, expected a mapping or None")
+            raise TypeError(f"{name} is a {type(given).__name__}, expected a mapping or None")
         entry = {}
-        for name, value in (given or {}).items():
-            if value is not None and name not in OF_TEXT:
-                entry[name] = _value(f"media[{i}][{name!r}]", value)
-        for name in OF_TOKENS:
-            if name in entry:
+        for key, value in (given or {}).items():
+            if value is not None and key not in OF_TEXT:
+                entry[key] = _value(f"{name}[{key!r}]", value)
+        for key in OF_TOKENS:
+            if key in entry:
                 within = None if columns is None else columns[i]
-                entry[name] = _of_tokens(f"media[{i}][{name!r}]", entry[name], lens[i], within)
-        _check_patches(f"media[{i}]", entry)
-        found.append(entry)
+                entry[key] = _of_tokens(f"{name}[{key!r}]", entry[key], lens[i], within)
+        _check_patches(name, entry)
+        found.append((name, entry))
     _check_placeholders(found)
     return found
 
@@ -91,13 +114,15 @@ def _value(name: str, value: Any) -> Any:
     )
 
 
-def _of_tokens(name: str, value: Any, count: int, columns: slice | None) -> torch.Tensor:
+def _of_tokens(name: str, value: Any, count: int, columns: slice | IntArray | None) -> torch.Tensor:
     values = torch.as_tensor(value)
     flat = values[0] if values.dim() == 2 and len(values) == 1 else values
-    if columns is not None and flat.dim() == 1 and len(flat) != count and len(flat) >= columns.stop:
-        flat = flat[columns]
+    if columns is not None and flat.dim() == 1 and len(flat) != count:
+        end = columns.stop if isinstance(columns, slice) else int(columns[-1]) + 1
+        if len(flat) >= end:
+            flat = flat[columns if isinstance(columns, slice) else torch.from_numpy(columns)]
     if flat.shape != (count,):
-        raise ValueError(f"{name} has shape {tuple(values.shape)}, the prompt has {count} tokens, expected one a token")
+        raise ValueError(f"{name} has shape {tuple(values.shape)}, its text has {count} tokens, expected one a token")
     return flat
 
 
@@ -127,26 +152,26 @@ def check_seconds(entry: Mapping[str, Any], of: str = "") -> None:
             )
 
 
-def _check_placeholders(found: Sequence[Entry]) -> None:
-    """Compares patches a placeholder token between prompts: a model has one number, which is known to the model."""
+def _check_placeholders(found: Sequence[Named]) -> None:
+    """Compares patches a placeholder token between texts: a model has one number, which is known to the model."""
     for patches, grids, kind in GRIDS:
-        first: tuple[int, int, int] | None = None
-        for i, entry in enumerate(found):
+        first: tuple[str, int, int] | None = None
+        for name, entry in found:
             if "mm_token_type_ids" not in entry or (patches in entry and grids not in entry):  # nothing to compare
                 continue
             tokens = int((entry["mm_token_type_ids"] == kind).sum())
             count = int(entry[grids].prod(1).sum()) if grids in entry else 0
             if (tokens == 0) != (count == 0) or (first and tokens * first[2] != count * first[1]):
-                beside = f", those of media[{first[0]}] have {first[2]} for {first[1]}" if first else ""
+                beside = f", those of {first[0]} have {first[2]} for {first[1]}" if first else ""
                 raise ValueError(
-                    f"media[{i}][{patches!r}] has {count} patches for {tokens} placeholder tokens{beside}:"
+                    f"{name}[{patches!r}] has {count} patches for {tokens} placeholder tokens{beside}:"
                     " expected one image for each placeholder"
                 )
-            first = first or ((i, tokens, count) if tokens else None)
+            first = first or ((name, tokens, count) if tokens else None)
 
 
 def difference(a: Entry, b: Entry) -> str | None:
-    """The first name under which two prompts have other media, by content; None if all are equal."""
+    """The first name under which two texts have other media, by content; None if all are equal."""
     for name in {**a, **b}:
         x, y = a.get(name), b.get(name)
         if x is y:
@@ -180,48 +205,256 @@ def grouped(keys: Sequence[bytes], media: Sequence[Entry]) -> IntArray:
     return group
 
 
-# ---------------------------------------------------------------- all prompts
-def joined(found: Sequence[Entry], prompts: IntArray, layout: Layout) -> Entry:
-    """The media of all packed prompts, as inputs of a model whose batch is one packed row.
+# ---------------------------------------------------------------- the images of one text
+class Image(NamedTuple):
+    """An image or video of a text, or all of them where they cannot be told apart.
+
+    Attributes:
+        begin: its first placeholder.
+        end: the token behind its last placeholder. Between frames of a video there may be text.
+        placeholders: all of them, ascending.
+        entry: what a processor returns for it, without values of tokens.
+    """
+
+    begin: int
+    end: int
+    placeholders: IntArray
+    entry: Entry
+
+
+def images_of(name: str, entry: Entry) -> list[Image]:
+    """The images and videos of a text, in the order of their placeholders.
 
     Args:
-        found: [G] of :func:`entries`, in packed order.
-        prompts: [G] the segment of each prompt; a segment may lack the prompt's last token.
+        name: of the entry, in messages.
+        entry: of :func:`entries`.
+
+    Raises:
+        ValueError: images and no value of tokens that says where they are, or which marks none; the reverse.
+    """
+    apart = {key: value for key, value in entry.items() if key not in OF_TOKENS and len(value)}
+    kinds = next((entry[key].cpu().numpy() for key in OF_TOKENS if key in entry), None)
+    if not apart:
+        if kinds is not None and kinds.any():
+            raise ValueError(
+                f"{name} marks {int((kinds != 0).sum())} tokens as placeholders and has no images, expected both or"
+                " neither"
+            )
+        return []
+    if kinds is None or not kinds.any():
+        has = "no mm_token_type_ids" if kinds is None else "mm_token_type_ids that are all 0"
+        raise ValueError(
+            f"{name} has {next(iter(apart))} and {has}: expected one value a token, other than 0 at placeholders"
+        )
+    found: list[Image] = []
+    split = set(apart) <= {*BESIDE, *(key for beside in BESIDE.values() for key in beside)} - {TOGETHER}
+    for kind, pixels in enumerate(BESIDE, 1):
+        placeholders = np.flatnonzero(kinds == kind)
+        if split and (len(placeholders) or pixels in apart):
+            images = _split(apart, pixels, placeholders)
+            split = images is not None
+            found += images or []
+    if not split:
+        placeholders = np.flatnonzero(kinds)
+        return [Image(int(placeholders[0]), int(placeholders[-1]) + 1, placeholders, apart)]
+    return sorted(found, key=lambda image: image.begin)
+
+
+def _split(entry: Entry, pixels: str, placeholders: IntArray) -> list[Image] | None:
+    """The images of one kind; None where one cannot say which placeholders are those of each image."""
+    names = [key for key in (pixels, *BESIDE[pixels]) if key in entry]
+    if pixels not in names or len(placeholders) == 0:
+        return None
+    in_rows = IN_ROWS in names
+    if in_rows:  # models leave out images of zeros, which pad a batch
+        real = entry[pixels].flatten(0, 1).flatten(1).any(1)
+        entry = {key: entry[key].flatten(0, 1)[real] for key in names}
+    grid = next((entry[grids] for patches, grids, _ in GRIDS if patches == pixels and grids in entry), None)
+    frames = entry.get("num_frames_per_video") if "video" in pixels else None
+    images = len(next(x for x in (grid, frames, entry[pixels]) if x is not None))
+    held = {key: np.ones(images, np.int64) for key in names}  # of each tensor's first dimension, by image
+    weights: IntArray | None = held[pixels]  # placeholders are in proportion to them
+    if grid is not None:
+        weights = held[pixels] = grid.prod(1).cpu().numpy()
+    elif (places := entry.get(PLACES[pixels])) is not None:
+        weights = (places != -1).all(-1).sum(-1).cpu().numpy().reshape(-1)
+        if frames is not None:
+            held[pixels] = held[PLACES[pixels]] = of_videos = torch.as_tensor(frames).cpu().numpy()
+            weights = np.add.reduceat(weights, np.cumsum(of_videos) - of_videos)
+    elif "image_sizes" in names:  # rows by a rule of the model
+        weights = None
+    if any(len(entry[key]) != held[key].sum() for key in names):
+        return None
+    counts = _placeholders_of(weights, images, placeholders)
+    if counts is None:
+        return None
+    found = []
+    for at, own in enumerate(np.split(placeholders, np.cumsum(counts)[:-1])):
+        if len(own) == 0:
+            return None
+        begin = {key: int(of[:at].sum()) for key, of in held.items()}
+        one = {key: entry[key][begin[key] : begin[key] + int(held[key][at])] for key in names}
+        one = {key: value[None] if in_rows else value for key, value in one.items()}
+        found.append(Image(int(own[0]), int(own[-1]) + 1, own, one))
+    return found
+
+
+def _placeholders_of(weights: IntArray | None, images: int, placeholders: IntArray) -> IntArray | None:
+    """[images] the number of placeholders of each image; None if unknown."""
+    if images == 1:
+        return np.array([len(placeholders)])
+    if weights is None:  # text between images tells them apart
+        begins = np.flatnonzero(np.append(True, np.diff(placeholders) > 1))
+        return np.diff(np.append(begins, len(placeholders))) if len(begins) == images else None
+    counts, left = np.divmod(len(placeholders) * weights, max(1, int(weights.sum())))
+    return None if left.any() else counts
+
+
+def _sample(entry: Entry) -> bytes:
+    """A key that equal entries have in common."""
+    found = []
+    for name, value in sorted(entry.items()):
+        if isinstance(value, torch.Tensor):
+            some = value.reshape(-1)[:: max(1, value.numel() // SAMPLED)].double().cpu().numpy().tobytes()
+            found += [name.encode(), str((value.shape, value.dtype)).encode(), some]
+    return b"/".join(found)
+
+
+class SequenceMedia:
+    """The images of whole sequences whose common beginnings are packed once, as a tree.
+
+    Two sequences share an image's rows if all of its rows lie in what they have in common, and its content is equal.
+
+    Args:
+        found: [N] of :func:`entries`.
+
+    Raises:
+        ValueError: as :func:`images_of`.
+    """
+
+    def __init__(self, found: Sequence[Named]) -> None:
+        self.found = found
+        self.images = [images_of(*named) for named in found]
+
+    def tokens(self, sequences: Sequence[IntArray]) -> list[IntArray]:
+        """The sequences with a number for each content of an image in the place of its placeholders.
+
+        Raises:
+            ValueError: a placeholder without an image; token ids that leave no numbers for images.
+        """
+        flat = [image for images in self.images for image in images]
+        content = iter(grouped([_sample(image.entry) for image in flat], [image.entry for image in flat]).tolist())
+        first = max(int(tokens.max()) for tokens in sequences) + 1
+        if first + len(flat) > MAX_TOKEN:
+            raise ValueError(f"token ids go up to {first - 1}, expected at most {MAX_TOKEN - len(flat)} beside images")
+        result = [np.array(tokens, np.int64) for tokens in sequences]
+        marked = [np.concatenate([i.placeholders for i in images]) for images in self.images if images]
+        with_images = [tokens for tokens, images in zip(sequences, self.images, strict=True) if images]
+        standing = np.unique(np.concatenate([t[at] for t, at in zip(with_images, marked, strict=True)] or [[]]))
+        for tokens, images in zip(result, self.images, strict=True):
+            for image in images:
+                tokens[image.placeholders] = first + next(content)
+        for (name, _), tokens in zip(self.found, result, strict=True):
+            if (bare := np.isin(tokens, standing)).any():
+                at = int(bare.argmax())
+                raise ValueError(
+                    f"token {at} of the sequence of {name} is {tokens[at]}, which stands for an image or video"
+                    " elsewhere, and has none: expected its mm_token_type_ids and its image in media"
+                )
+        return result
+
+    def whole(self, shared: SharedPrefixes) -> SharedPrefixes:
+        """Return the same sequences without sharing the beginning of an image."""
+        common = shared.common.copy()
+        for i, s in enumerate(shared.order.tolist()):
+            for image in reversed(self.images[s]):
+                if image.begin < common[i] < image.end:
+                    common[i] = image.begin
+        return replace(shared, common=common)
+
+    def packed(self, tree: PrefixTree, layout: Layout) -> Entry:
+        """The media of all segments, as inputs of a model whose batch is the packed row of `layout`; see
+        :func:`joined`."""
+        parts = []
+        for offset, s, begin, length in zip(tree.offsets, tree.source, tree.begin, tree.length, strict=False):
+            name, entry = self.found[s]
+            kinds = {key: entry[key][begin : begin + length] for key in OF_TOKENS if key in entry}
+            own = [image.entry for image in self.images[s] if begin <= image.begin < begin + length]
+            parts.append(Part(name, kinds, own, int(offset), int(offset + length)))
+        return joined(parts, layout)
+
+
+# ---------------------------------------------------------------- all texts
+class Part(NamedTuple):
+    """The media of a segment.
+
+    Attributes:
+        name: in messages.
+        kinds: values of its tokens.
+        entries: all others, end to end.
+        begin: the packed row of its first token.
+        end: the packed row behind the segment, which may lack the last of the tokens.
+    """
+
+    name: str
+    kinds: Entry
+    entries: list[Entry]
+    begin: int
+    end: int
+
+    @classmethod
+    def of(cls, named: Named, begin: int, end: int) -> Part:
+        name, entry = named
+        kinds = {key: entry[key] for key in OF_TOKENS if key in entry}
+        return cls(name, kinds, [{k: v for k, v in entry.items() if k not in kinds}] if entry else [], begin, end)
+
+
+def joined(parts: Sequence[Part], layout: Layout) -> Entry:
+    """The media of all packed segments, as inputs of a model whose batch is one packed row.
+
+    Args:
+        parts: in packed order.
         layout: of T rows; its device is that of the result.
 
     Returns:
-        Values of tokens [1, T]; of everything else the values of all prompts end to end.
+        Values of tokens [1, T]; of everything else the values of all segments end to end.
 
     Raises:
-        ValueError: a name that some prompts with media have and others lack, shapes that cannot be joined, a last
+        ValueError: a name that some texts with media have and others lack, shapes that cannot be joined, a last
             prompt token of an image where each response needs a copy of it.
     """
-    result: Entry = {}
-    for name in dict.fromkeys(name for entry in found for name in entry):
-        have = [i for i, entry in enumerate(found) if name in entry]
-        if name in OF_TOKENS:
-            lacks = [i for i, entry in enumerate(found) if entry and name not in entry]
-            if lacks:
-                raise ValueError(f"media[{lacks[0]}] has no {name}, media[{have[0]}] has it: expected all or none")
-            result[name] = _joined_of_tokens(name, found, prompts, layout)
-        else:
-            for pixels in (pixels for pixels, beside in BESIDE.items() if name in beside):
-                lacks = [i for i, entry in enumerate(found) if pixels in entry and name not in entry]
-                if lacks:
-                    raise ValueError(
-                        f"media[{lacks[0]}] has {pixels} and no {name}, media[{have[0]}] has it: expected all or none"
-                    )
-            result[name] = _joined(name, found, have, layout.device)
-    return result
+    result, of_tokens = Entry(), Entry()
+    for name in dict.fromkeys(name for part in parts for name in part.kinds):
+        have = next(part.name for part in parts if name in part.kinds)
+        for part in parts:
+            if part.entries and name not in part.kinds:
+                raise ValueError(f"{part.name} has no {name}, {have} has it: expected all or none")
+        of_tokens[name] = _joined_of_tokens(name, parts, layout)
+    found = [(part.name, entry) for part in parts for entry in part.entries]
+    for name in dict.fromkeys(name for _, entry in found for name in entry):
+        some = [named for named in found if name in named[1]]
+        for pixels in (pixels for pixels, beside in BESIDE.items() if name in beside):
+            for other, entry in found:
+                if pixels in entry and name not in entry:
+                    raise ValueError(f"{other} has {pixels} and no {name}, {some[0][0]} has it: expected all or none")
+        result[name] = _joined(name, some, layout.device)
+    return result | of_tokens
 
 
-def placeholder_of_a_response(input_ids: torch.Tensor, media: Entry, layout: Layout) -> int | None:
-    """The first row [of 1, T] of a response with a token that stands for an image in a prompt; None without any."""
+def moved(media: Entry, device: torch.device | str | int, non_blocking: bool = False) -> Entry:
+    """Copy packed media with all tensors on `device`."""
+    return {
+        name: value if isinstance(value, list) else value.to(device, non_blocking=non_blocking)
+        for name, value in media.items()
+    }
+
+
+def bare_placeholder(input_ids: torch.Tensor, media: Entry) -> int | None:
+    """The first row [of 1, T] with a token that stands for an image elsewhere and has none; None without any."""
     if "mm_token_type_ids" not in media:
         return None
     ids, kinds = input_ids[0], media["mm_token_type_ids"][0]
-    of_responses = np.repeat(layout.parent.numpy() >= 0, np.diff(layout.offsets.numpy()))
-    found = torch.from_numpy(of_responses) & torch.isin(ids, ids[kinds != 0].unique())
+    found = (kinds == 0) & torch.isin(ids, ids[kinds != 0].unique())
     return int(found.int().argmax()) if found.any() else None
 
 
@@ -241,39 +474,39 @@ def _padded(values: list[torch.Tensor], dim: int) -> list[torch.Tensor]:
     return result
 
 
-def _joined_of_tokens(name: str, found: Sequence[Entry], prompts: IntArray, layout: Layout) -> torch.Tensor:
-    offsets = layout.offsets.tolist()
-    kinds = next(entry[name] for entry in found if name in entry)
+def _joined_of_tokens(name: str, parts: Sequence[Part], layout: Layout) -> torch.Tensor:
+    kinds = next(part.kinds[name] for part in parts if name in part.kinds)
     result = torch.zeros(1, layout.num_tokens, dtype=kinds.dtype, device=layout.device)
-    for i, (entry, segment) in enumerate(zip(found, prompts.tolist(), strict=True)):
-        if name in entry:
-            begin, end = offsets[segment : segment + 2]
-            if (entry[name][end - begin :] != 0).any():
+    for part in parts:
+        if name in part.kinds:
+            own, rows = part.kinds[name], part.end - part.begin
+            if (own[rows:] != 0).any():
                 raise ValueError(
-                    f"media[{i}][{name!r}] ends with {int(entry[name][-1])}, expected 0: with labels='roll' every"
+                    f"{part.name}[{name!r}] ends with {int(own[-1])}, expected 0: with labels='roll' every"
                     " response gets a copy of its prompt's last token, which must be text"
                 )
-            result[0, begin:end] = entry[name][: end - begin].to(layout.device)
+            result[0, part.begin : part.end] = own[:rows].to(layout.device)
     return result
 
 
-def _joined(name: str, found: Sequence[Entry], have: list[int], device: torch.device) -> Any:
-    values = [found[i][name] for i in have]
+def _joined(name: str, found: Sequence[Named], device: torch.device) -> Any:
+    values = [entry[name] for _, entry in found]
     if any(isinstance(value, list) for value in values):
         if not all(isinstance(value, list) for value in values):
-            raise TypeError(f"media[...][{name!r}] is a list in some prompts and a tensor in others, expected one kind")
+            raise TypeError(f"media[...][{name!r}] is a list in some texts and a tensor in others, expected one kind")
         return [x for value in values for x in value]
-    dim = int(name in ("pixel_values", IN_ROWS) and IN_ROWS in found[have[0]])
-    if name in ("pixel_values", IN_ROWS) and not {"image_sizes", IN_ROWS}.isdisjoint(found[have[0]]):
+    first_name, beside = found[0]
+    dim = int(name in ("pixel_values", IN_ROWS) and IN_ROWS in beside)
+    if name in ("pixel_values", IN_ROWS) and not {"image_sizes", IN_ROWS}.isdisjoint(beside):
         # The model knows the size of each image, so processors pad images, and tiles of images, to one size.
         values = _padded(values, dim)
     first = values[0]
-    for i, value in zip(have, values, strict=True):
+    for (of, entry), value in zip(found, values, strict=True):
         rest = [list(x.shape[:dim] + x.shape[dim + 1 :]) for x in (first, value)]
         if rest[0] != rest[1] or value.dtype != first.dtype:
             raise ValueError(
-                f"media[{i}][{name!r}] has shape {tuple(found[i][name].shape)} in {value.dtype},"
-                f" media[{have[0]}] {tuple(found[have[0]][name].shape)} in {first.dtype}: expected shapes that can be"
+                f"{of}[{name!r}] has shape {tuple(entry[name].shape)} in {value.dtype},"
+                f" {first_name} {tuple(beside[name].shape)} in {first.dtype}: expected shapes that can be"
                 f" joined in dimension {dim}"
             )
     return torch.cat([value.to(device) for value in values], dim)

@@ -59,7 +59,7 @@ class PackedBatch:
         order: [N] int64, on the host: the index in the input of each response of [M]. Responses that came as lists, one
             list a prompt, stay in the order of the input.
         padded_width: columns of `unpack(form="padded")`: those of the padded input, or the longest response.
-        media: inputs of the model for the images, videos and audio of all prompts, each once: values of tokens
+        media: inputs of the model for the images, videos and audio of all segments, each once: values of tokens
             (`mm_token_type_ids`) as [1, T], all others end to end. Call the model with `**batch.media`.
     """
 
@@ -190,11 +190,7 @@ class PackedBatch:
         if input_ids is self.input_ids:
             return self
         layout = self.layout.to(input_ids.device)
-        media = {
-            name: value if isinstance(value, list) else value.to(device, non_blocking=non_blocking)
-            for name, value in self.media.items()
-        }
-        return replace(self, input_ids=input_ids, layout=layout, media=media)
+        return replace(self, input_ids=input_ids, layout=layout, media=images.moved(self.media, device, non_blocking))
 
     def __repr__(self) -> str:
         return (
@@ -265,6 +261,7 @@ def pack(
     labels: LabelStyle = "gather",
     group_ids: GroupIds | None = None,
     media: images.Media | None = None,
+    response_media: images.Media | Sequence[images.Media] | None = None,
     device: torch.device | str | None = None,
 ) -> PackedBatch:
     """Pack unpadded token sequences. The type of `responses` selects one of two forms:
@@ -289,26 +286,26 @@ def pack(
             `pixel_values` [patches, C], `image_grid_thw` [images, 3] and `mm_token_type_ids` [P] or [1, P]. The media
             of a shared prompt are kept once, in `PackedBatch.media`. Media are compared by content. `input_ids` and
             `attention_mask` in a mapping are left out.
+        response_media: one mapping (or None) for each response, in the form of `responses`: what a processor returns
+            for this response, such as a screenshot that a tool wrote into it. Each needs values of its tokens, which
+            say where its images are.
         device: of the batch; by default the device of the tokens.
 
     Raises:
         ValueError: an empty prompt, a group without responses, different prompts or media in one group of `group_ids`,
-            negative tokens and placeholders of images in responses (both checked on the CPU only), numbers of entries
-            that do not match, tensors on different devices; patches, grids and placeholder tokens that do not match.
+            negative tokens and placeholders without images (both checked on the CPU only), numbers of entries that do
+            not match, tensors on different devices; patches, grids and placeholder tokens that do not match.
         TypeError: tokens that are not integers, group ids that cannot be hashed, media that are no mappings of tensors.
     """
     prompt_list, response_list = sequence_list("prompts", prompts), sequence_list("responses", responses)
     if len(prompt_list) != len(response_list):
         raise ValueError(f"responses has {len(response_list)} entries for {len(prompt_list)} prompts, expected as many")
     if not _is_grouped(response_list, group_ids is not None):
-        return _pack_rollouts(
-            [token_tensor(f"prompts[{i}]", p) for i, p in enumerate(prompt_list)],
-            [token_tensor(f"responses[{i}]", r) for i, r in enumerate(response_list)],
-            labels,
-            group_ids,
-            images.entries(media, [len(p) for p in prompt_list]),
-            device,
-        )
+        own = [token_tensor(f"prompts[{i}]", p) for i, p in enumerate(prompt_list)]
+        answers = [token_tensor(f"responses[{i}]", r) for i, r in enumerate(response_list)]
+        of_prompts = images.entries(media, [len(p) for p in own])
+        of_responses = _of_responses(response_media, [len(r) for r in answers])
+        return _pack_rollouts(own, answers, labels, group_ids, of_prompts, of_responses, device)
     if group_ids is not None:
         raise ValueError(
             "group_ids is given and responses is grouped already, expected one prompt and response a rollout"
@@ -325,9 +322,10 @@ def pack(
     ]
     counts = np.array([len(group) for group in response_list], np.int64)
     of_prompts = images.entries(media, [len(p) for p in group_prompts])
+    of_responses = _of_responses(response_media, [len(r) for r in flat], counts.tolist())
     merged = _equal_prompts(group_prompts, of_prompts)
     if merged is None:
-        return _assemble(group_prompts, flat, counts, labels, of_prompts, device)
+        return _assemble(group_prompts, flat, counts, labels, of_prompts, of_responses, device)
     leaders = np.unique(merged, return_index=True)[1].tolist()
     packed = np.argsort(np.repeat(merged, counts), kind="stable")
     batch = _assemble(
@@ -336,6 +334,7 @@ def pack(
         np.bincount(merged, counts).astype(np.int64),
         labels,
         None if of_prompts is None else [of_prompts[g] for g in leaders],
+        None if of_responses is None else [of_responses[i] for i in packed.tolist()],
         device,
         packed,
     )
@@ -352,6 +351,7 @@ def pack_padded(
     labels: LabelStyle = "gather",
     group_ids: GroupIds | None = None,
     media: images.Media | None = None,
+    response_media: images.Media | None = None,
     device: torch.device | str | None = None,
 ) -> PackedBatch:
     """Pack a padded batch, such as those of veRL and TRL.
@@ -367,6 +367,7 @@ def pack_padded(
         labels: as for :func:`pack`.
         group_ids: [N] as for :func:`pack`; without it rollouts are grouped by equal prompts.
         media: as for :func:`pack`, one mapping (or None) for each row; values of tokens may have Pmax columns.
+        response_media: the same of responses; values of tokens may have Rmax columns.
         device: as for :func:`pack`.
 
     Raises:
@@ -419,7 +420,8 @@ def pack_padded(
         cuts = np.stack([begin, begin + count], 1).reshape(-1)
         split.append(list(ids.reshape(-1).long().tensor_split(cuts.tolist())[1::2]))
     of_prompts = images.entries(media, [len(p) for p in split[0]], spans[0])
-    batch = _pack_rollouts(split[0], split[1], labels, group_ids, of_prompts, device)
+    of_responses = _of_responses(response_media, [len(r) for r in split[1]], columns=spans[1])
+    batch = _pack_rollouts(split[0], split[1], labels, group_ids, of_prompts, of_responses, device)
     columns = np.array([span.start for span in spans[1]])
     return replace(batch, padded_width=response_ids.shape[1], _columns=columns)
 
@@ -455,12 +457,31 @@ def _is_grouped(responses: Sequence[Any], has_group_ids: bool) -> bool:
     return not has_group_ids
 
 
+def _of_responses(
+    media: Any, lens: list[int], counts: list[int] | None = None, columns: list[slice] | None = None
+) -> list[images.Named] | None:
+    """The media of all responses [N], with their images checked; `counts` are the responses of each group."""
+    if media is None:
+        return None
+    names = [f"response_media[{i}]" for i in range(len(lens))]
+    if counts is not None:
+        names = [f"response_media[{g}][{i}]" for g, count in enumerate(counts) for i in range(count)]
+        if [len(group) if isinstance(group, Sequence) else -1 for group in media] != counts:
+            raise ValueError(f"response_media is not in the form of responses, expected lists of {counts} mappings")
+        media = [entry for group in media for entry in group]
+    found = images.entries(media, lens, columns, names)
+    for named in found or []:
+        images.images_of(*named)
+    return found
+
+
 def _pack_rollouts(
     prompts: list[torch.Tensor],
     responses: list[torch.Tensor],
     labels: LabelStyle,
     group_ids: GroupIds | None,
-    media: list[images.Entry] | None,
+    media: list[images.Named] | None,
+    response_media: list[images.Named] | None,
     device: torch.device | str | None,
 ) -> PackedBatch:
     """Pack rollouts with one prompt each: group them, then pack in the order of the groups."""
@@ -476,7 +497,7 @@ def _pack_rollouts(
         except TypeError:
             raise TypeError(f"group_ids[{i}] is a {type(key).__name__}, expected a value that can be hashed") from None
         for g in same:
-            differs = None if media is None else images.difference(media[i], media[leader[g]])
+            differs = None if media is None else images.difference(media[i][1], media[leader[g]][1])
             if group_ids is not None and not np.array_equal(host[i], host[leader[g]]):
                 differs = "prompts"
             if differs is None:
@@ -497,12 +518,13 @@ def _pack_rollouts(
         np.bincount(group),
         labels,
         None if media is None else [media[i] for i in leader],
+        None if response_media is None else [response_media[i] for i in order.tolist()],
         device,
         order,
     )
 
 
-def _equal_prompts(prompts: list[torch.Tensor], media: list[images.Entry] | None) -> IntArray | None:
+def _equal_prompts(prompts: list[torch.Tensor], media: list[images.Named] | None) -> IntArray | None:
     """[G] the group of each prompt, numbered in the order of their first; None if all prompts differ."""
     lens = Counter(map(len, prompts))
     some = [i for i, prompt in enumerate(prompts) if lens[len(prompt)] > 1]
@@ -511,7 +533,7 @@ def _equal_prompts(prompts: list[torch.Tensor], media: list[images.Entry] | None
     keys = [b"%d" % i for i in range(len(prompts))]
     for i, tokens in zip(some, to_host([prompts[i] for i in some]), strict=True):
         keys[i] = b"=" + tokens.tobytes()  # differs from every number
-    group = images.grouped(keys, media or [])
+    group = images.grouped(keys, [entry for _, entry in media or []])
     return None if len(np.unique(group)) == len(group) else group
 
 
@@ -543,7 +565,8 @@ def _assemble(
     responses: list[torch.Tensor],
     counts: IntArray,
     labels: LabelStyle,
-    media: list[images.Entry] | None,
+    media: list[images.Named] | None,
+    response_media: list[images.Named] | None,
     device: torch.device | str | None,
     order: IntArray | None = None,
 ) -> PackedBatch:
@@ -572,10 +595,18 @@ def _assemble(
         at = _rollout_of(int(input_ids.argmin()), layout, order)
         raise ValueError(f"token ids must be 0 or more, got {lowest} in the prompt or response of rollout {at}")
     input_ids = input_ids.to(layout.device)[None]
-    joined = {} if media is None else images.joined(media, np.flatnonzero(layout.parent.numpy() < 0), layout)
-    if layout.device.type == "cpu" and (row := images.placeholder_of_a_response(input_ids, joined, layout)) is not None:
+    is_prompt, offsets = layout.parent.numpy() < 0, layout.offsets.tolist()
+    parts: list[images.Part | None] = [None] * len(is_prompt)
+    for of_segments, found, begins in (
+        (np.flatnonzero(is_prompt), media, 0), (np.flatnonzero(~is_prompt), response_media, copies),
+    ):  # fmt: skip
+        for segment, named in zip(of_segments.tolist(), found or [], strict=found is not None):
+            parts[segment] = images.Part.of(named, offsets[segment] + begins, offsets[segment + 1])
+    joined = images.joined([part for part in parts if part is not None], layout)
+    if layout.device.type == "cpu" and (row := images.bare_placeholder(input_ids, joined)) is not None:
         raise ValueError(
-            f"the response of rollout {_rollout_of(row, layout, order)} holds the token {int(input_ids[0, row])}, which"
-            " stands for an image or video in a prompt: only those of prompts are packed"
+            f"the prompt or response of rollout {_rollout_of(row, layout, order)} holds the token"
+            f" {int(input_ids[0, row])}, which stands for an image or video elsewhere, and its mm_token_type_ids is 0:"
+            " expected its image in media or response_media"
         )
     return PackedBatch(input_ids, layout, labels, order, int(response_lens.max()), joined)

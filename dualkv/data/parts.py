@@ -182,6 +182,11 @@ def plan_parts(batch: PackedSequences, budget: int | Memory) -> list[TreePart]:
         raise TypeError(
             f"batch is a {type(batch).__name__}, expected what pack_sequences or PackedSequences.from_batch returns"
         )
+    if batch.media:
+        raise ValueError(
+            f"batch has media ({', '.join(batch.media)}), expected one of text: images do not run in walks, where each"
+            " part would need the features of all of them"
+        )
     if not isinstance(budget, Memory):
         return _Plan(batch, positive("budget", budget)).parts
     found = fitting(batch, budget)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import reprlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -29,11 +29,12 @@ from dualkv.arrays import (
     ranges,
     sequence_list,
 )
+from dualkv.data import media as images
 from dualkv.data.frames import Frame, read_frame
 from dualkv.data.packing import IGNORED, LabelStyle, PackedBatch, check_label_style
 from dualkv.data.rows import Form, as_rows, check_unpacked, of_packed_rows, remember_layout
 from dualkv.layout import Layout
-from dualkv.prefixes import PrefixTree, SharedPrefixes, read_sequences
+from dualkv.prefixes import PrefixTree, SharedPrefixes, read_sequences, shared_prefixes
 
 logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
@@ -52,6 +53,8 @@ class PackedSequences:
         layout: the segments, of any depth.
         label_style: "gather": `predict_rows` says which row predicts a token. "roll": branches have their own copies of
             the token before them, and all tokens that a row predicts are one token.
+        media: inputs of the model for the images and videos of all segments, each once, as of
+            :class:`dualkv.PackedBatch`. Call the model with `**batch.media`.
     """
 
     input_ids: torch.Tensor
@@ -61,6 +64,7 @@ class PackedSequences:
     _mask: npt.NDArray[np.bool_]  # [sum of lengths] tokens that count
     label_style: LabelStyle = "gather"
     _frame: Frame | None = None  # of the tensor that held the sequences
+    media: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_batch(
@@ -87,13 +91,15 @@ class PackedSequences:
         if whole:
             lens = np.array([len(r) for r in rows])
             mask = _mask(loss_masks, lens)
-            return cls(batch.input_ids, batch.layout, torch.cat(rows).numpy(), lens, mask, batch.label_style)
+            of_rows = torch.cat(rows).numpy()
+            return cls(batch.input_ids, batch.layout, of_rows, lens, mask, batch.label_style, media=batch.media)
         lens = np.array(batch.response_lens)
         masks = [np.ones(n, bool) for n in lens] if loss_masks is None else _masks(loss_masks, lens, "responses")
         padded = [np.append(np.zeros(len(r) - len(m), bool), m) for r, m in zip(rows, masks, strict=True)]
         lens = np.array([len(r) for r in rows])
         mask = np.concatenate(padded)
-        return cls(batch.input_ids, batch.layout, torch.cat(rows).numpy(), lens, mask, batch.label_style)
+        of_rows = torch.cat(rows).numpy()
+        return cls(batch.input_ids, batch.layout, of_rows, lens, mask, batch.label_style, media=batch.media)
 
     def __post_init__(self) -> None:
         remember_layout(self.input_ids, self.layout)
@@ -236,7 +242,7 @@ class PackedSequences:
         if input_ids is self.input_ids:
             return self
         layout = self.layout.to(input_ids.device)
-        return replace(self, input_ids=input_ids, layout=layout)
+        return replace(self, input_ids=input_ids, layout=layout, media=images.moved(self.media, device, non_blocking))
 
     def __repr__(self) -> str:
         return (
@@ -289,6 +295,7 @@ def pack_sequences(
     position_ids: torch.Tensor | None = None,
     min_shared: int = 1,
     labels: LabelStyle = "gather",
+    media: images.Media | None = None,
     device: torch.device | str | None = None,
 ) -> PackedSequences:
     """Pack whole sequences (prompt, turns and responses of a rollout, end to end), each shared prefix once.
@@ -315,22 +322,48 @@ def pack_sequences(
             segments long where texts agree in a few tokens by chance.
         labels: "gather" or "roll", see `PackedSequences.label_style`. With "roll" every branch behind a shared part
             takes a row more: its copy of the part's last token.
+        media: one mapping (or None) for each sequence: what a processor returns for all of its text, with values of
+            tokens (`mm_token_type_ids` or `token_type_ids`, [length], or [L] of padded rows), which say where images
+            are. Sequences share an image, with the text around it, if its content is equal. No image is cut. Images
+            that are not told apart (with `batch_num_images`; of several `image_sizes` with no text between them) are
+            shared or repeated together.
         device: of the batch; by default the device of the tokens.
 
     Raises:
         ValueError: an empty sequence, a token outside [0, 2^32), masks of other lengths or with other values than 0
             and 1, masks that count a first token or padding, a tensor with none or several of `attention_mask`,
-            `cu_seqlens` and `position_ids`, or with one that does not fit, min_shared below 1, another label style.
-        TypeError: tokens that are not integers.
+            `cu_seqlens` and `position_ids`, or with one that does not fit, min_shared below 1, another label style;
+            placeholders and images that do not match.
+        TypeError: tokens that are not integers; media that are no mappings of tensors.
     """
     check_label_style(labels)
     host, shared, origin, frame = read_shared(sequences, min_shared, attention_mask, cu_seqlens, position_ids)
-    shared = shared.at_least(min_shared)
-    tree = (shared.one_label_a_row() if labels == "roll" else shared).tree()
-    batch = pack_tree(tree, host, loss_masks, labels, origin if device is None else device, frame)
+    seen = None if media is None else _seen(media, host, frame)
+    if seen is not None:
+        shared = shared_prefixes(seen.tokens(host))
+    tree = tree_of(shared, min_shared, labels, seen)
+    batch = pack_tree(tree, host, loss_masks, labels, origin if device is None else device, frame, seen)
     if batch._mask.any():
         NOTICE.look(batch.layout)
     return batch
+
+
+def tree_of(
+    shared: SharedPrefixes, min_shared: int, labels: LabelStyle, seen: images.SequenceMedia | None = None
+) -> PrefixTree:
+    """The tree of sequences whose prefixes are known, for :func:`pack_tree`. No image of `seen` is cut."""
+    shared = shared.at_least(min_shared)
+    if labels == "roll":
+        shared = shared.one_label_a_row()
+    return (shared if seen is None else seen.whole(shared)).tree()
+
+
+def _seen(media: images.Media, host: list[npt.NDArray[Any]], frame: Frame | None) -> images.SequenceMedia:
+    lens = [len(tokens) for tokens in host]
+    columns = None
+    if frame is not None and len(lens) == int(np.prod(frame.shape[:-1])):  # of padded rows
+        columns = np.split(frame.places % frame.shape[-1], np.cumsum(lens)[:-1])
+    return images.SequenceMedia(images.entries(media, lens, columns) or [])
 
 
 def read_shared(
@@ -360,14 +393,16 @@ def pack_tree(
     labels: LabelStyle,
     device: torch.device | str,
     frame: Frame | None = None,
+    seen: images.SequenceMedia | None = None,
 ) -> PackedSequences:
-    """:func:`pack_sequences` of sequences [N] on the host whose tree is known; for labels="roll" the tree of their
-    :meth:`dualkv.prefixes.SharedPrefixes.one_label_a_row`. Masks have the frame's form if there is one."""
+    """:func:`pack_sequences` of sequences [N] on the host whose tree is known, by :func:`tree_of`. Masks have the
+    frame's form if there is one."""
     lens = np.array([len(tokens) for tokens in sequences], np.int64)
     mask = _mask(loss_masks, lens, frame)
     layout = Layout._from_arrays(tree.offsets, tree.parent, device, last=tree.last)
     packed = torch.from_numpy(tree_tokens(tree, sequences)).to(layout.device)
-    return PackedSequences(packed[None], layout, tree_rows(tree), lens, mask, labels, frame)
+    found = {} if seen is None else seen.packed(tree, layout)
+    return PackedSequences(packed[None], layout, tree_rows(tree), lens, mask, labels, frame, found)
 
 
 class Notice:
@@ -408,6 +443,7 @@ def plan_sequences(
     min_shared: int = 1,
     min_count: int = 1,
     soft: bool = False,
+    media: images.Media | None = None,
 ) -> list[list[int]]:
     """Few micro-batches of at most `budget` packed tokens that hold every sequence once. The plan is deterministic.
 
@@ -418,7 +454,7 @@ def plan_sequences(
             batch = pack_sequences([sequences[i] for i in chosen], [loss_masks[i] for i in chosen])
 
     Args:
-        sequences, attention_mask, cu_seqlens, position_ids, min_shared: as for :func:`pack_sequences`.
+        sequences, attention_mask, cu_seqlens, position_ids, min_shared, media: as for :func:`pack_sequences`.
         budget: packed tokens that a micro-batch may hold.
         min_count: at least so many micro-batches are made. Data-parallel ranks agree on the largest count, then plan
             again with that count.
@@ -434,7 +470,10 @@ def plan_sequences(
     """
     budget, min_count = positive("budget", budget), positive("min_count", min_count)
     check_bool("soft", soft)
-    _, shared, *_ = read_shared(sequences, min_shared, attention_mask, cu_seqlens, position_ids)
+    host, shared, _, frame = read_shared(sequences, min_shared, attention_mask, cu_seqlens, position_ids)
+    if media is not None:
+        seen = _seen(media, host, frame)
+        shared = seen.whole(shared_prefixes(seen.tokens(host)))
     open_runs = shared.at_least(min_shared).runs(budget, min_count, soft=soft)
     runs: list[list[int]] = []
     while open_runs:

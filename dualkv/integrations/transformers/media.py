@@ -1,8 +1,8 @@
 """Images and videos in packed calls of transformers models: which models run them, and the positions of their rows.
 
 Some models give the rows of an image positions of its grid (multimodal rotary embeddings). These positions, and those
-of the text behind, come from the model's own `get_rope_index`, which runs on replicated sequences: on one for each
-prompt, as positions of a response do not depend on other responses. In other models an image's rows count as text does.
+of the text behind, come from the model's own `get_rope_index`, which runs on replicated sequences: on one for each path
+with images, as positions of text count on. In other models an image's rows count as text does.
 
 In Gemma 3 and 4 the rows of an image also see each other's rows behind them. :func:`attention` adds these keys.
 """
@@ -453,7 +453,7 @@ def _owners(rows: torch.Tensor, counts: torch.Tensor, layout: Layout, name: str)
         at = int((first != last).int().argmax())
         raise ValueError(
             f"{name}[{at}] has {int(counts[at])} rows, in segments {int(first[at])} and {int(last[at])} of the layout:"
-            " expected each prompt's images next to each other, in the order of the prompts"
+            " expected each segment's images next to each other, in the order of the segments"
         )
     return first.numpy()
 

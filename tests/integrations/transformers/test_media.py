@@ -377,7 +377,7 @@ def test_audio_is_kept_once_and_refused_by_models() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (lambda a, b: [a], ValueError, "media has 1 entries for 2 prompts"),
+        (lambda a, b: [a], ValueError, "media has 1 entries for 2 token sequences"),
         (lambda a, b: a, TypeError, "media is a dict, expected a list with one mapping"),
         (lambda a, b: [a, [b]], TypeError, r"media\[1\] is a list, expected a mapping or None"),
         (lambda a, b: [a, b | {"pixel_values": [b["pixel_values"]]}], TypeError,
@@ -392,7 +392,7 @@ def test_audio_is_kept_once_and_refused_by_models() -> None:
         (lambda a, b: [a, without(b, "pixel_values", "image_grid_thw")], ValueError,
          r"media\[1\]\['pixel_values'\] has 0 patches for 7 placeholder tokens"),
         (lambda a, b: [a, b | {"mm_token_type_ids": b["mm_token_type_ids"][:, :-1]}], ValueError,
-         r"media\[1\]\['mm_token_type_ids'\] has shape \(1, \d+\), the prompt has \d+ tokens"),
+         r"media\[1\]\['mm_token_type_ids'\] has shape \(1, \d+\), its text has \d+ tokens"),
         (lambda a, b: [a, without(b, "mm_token_type_ids")], ValueError, "has no mm_token_type_ids, media.0. has it"),
         (lambda a, b: [a, b | {"pixel_values": b["pixel_values"][:, :-1]}], ValueError,
          r"media\[1\]\['pixel_values'\] has shape \(28, 23\) in torch.float32, media\[0\] \(24, 24\)"),

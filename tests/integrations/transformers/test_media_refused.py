@@ -61,9 +61,7 @@ def test_a_response_with_a_placeholder_is_refused() -> None:
     batch = dualkv.pack(prompts, responses, media=media)
     responses[2][1] = IMAGE
     for labels in ("gather", "roll"):
-        with pytest.raises(
-            ValueError, match=f"the response of rollout 2 holds the token {IMAGE}, which stands for an im"
-        ):
+        with pytest.raises(ValueError, match=f"response of rollout 2 holds the token {IMAGE}, which stands for an im"):
             dualkv.pack(prompts, responses, media=media, labels=labels)
     row = len(prompts[0]) + 1
     batch.input_ids[0, row] = IMAGE
