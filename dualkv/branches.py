@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dualkv.data.memory import heads_at_once
 from dualkv.data.parts import TreePart
 from dualkv.layout import Layout
 from dualkv.ops.attention import attention, checked
@@ -78,12 +79,14 @@ class Kept:
             )
         return kept.to(self._device, non_blocking=True)
 
-    def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Add a part's gradient of the first rows of a tensor."""
+    def add(self, index: int, gradient: torch.Tensor, heads: slice | None = None) -> None:
+        """Add a part's gradient of the first rows of a tensor, or of some KV heads of them."""
         total = self._sums[index]
         if total is None:
             total = self._sums[index] = self._zeros(index)
-        total[: len(gradient)] += gradient
+        own = total[: len(gradient)]
+        own = own if heads is None else own[:, heads]
+        own += gradient
 
     def reserve(self) -> None:
         """Make the sums that there are not yet."""
@@ -164,15 +167,15 @@ class _Path(NamedTuple):
     def rows(self) -> int:
         return sum(rows for _, rows in self.pieces)
 
-    def before(self, index: int, own: torch.Tensor) -> torch.Tensor:
-        """own [t, ...] behind the path's rows; index: 0 for keys, 1 for values."""
-        return torch.cat([*(kept.read(index)[:rows] for kept, rows in self.pieces), own])
+    def read(self, index: int) -> list[torch.Tensor]:
+        """Return the pieces, each [rows, Hk, D or Dv]; index: 0 for keys, 1 for values."""
+        return [kept.read(index)[:rows] for kept, rows in self.pieces]
 
-    def add(self, index: int, gradient: torch.Tensor) -> None:
-        """gradient [P + t, ...] of the result of :meth:`before`; own rows are left out."""
+    def add(self, index: int, gradient: torch.Tensor, heads: slice) -> None:
+        """Add the gradient [P + t, ...] of some KV heads of the pieces and own rows, which are left out."""
         begin = 0
         for kept, rows in self.pieces:
-            kept.add(index, gradient[begin : begin + rows])
+            kept.add(index, gradient[begin : begin + rows], heads)
             begin += rows
 
 
@@ -180,8 +183,8 @@ class _Attention(torch.autograd.Function):
     """`torch.ops.dualkv.fwd` of own rows over a path's keys and values and their own.
 
     The op takes one number of rows for q, k and v. So q, and in the backward out, its gradient and the log-sum-exp, are
-    padded for the path's rows, which have no queries. The padded tensors live in one layer at a time: what is saved are
-    own rows alone.
+    padded for the path's rows, which have no queries. The padded tensors live in one layer at a time, and behind a long
+    path the backward runs some KV heads after others (:func:`heads_at_once`): what is saved are own rows alone.
     """
 
     @staticmethod
@@ -195,8 +198,8 @@ class _Attention(torch.autograd.Function):
         ctx.features, ctx.backend = features._replace(sinks=None), backend
         with torch._C._AutoDispatchBelowAutograd(), _PADDED.set():
             out, lse = torch.ops.dualkv.fwd(
-                _behind(q, rows), path.before(0, k), path.before(1, v), layout.offsets, layout.parent, scale,
-                deterministic, *features, backend,
+                _behind(q, rows), torch.cat([*path.read(0), k]), torch.cat([*path.read(1), v]), layout.offsets,
+                layout.parent, scale, deterministic, *features, backend,
             )  # fmt: skip
         out, lse = out[rows:].clone(), lse[:, rows:].clone()  # a view would hold the path's rows
         ctx.save_for_backward(q, k, v, sinks, out, lse)
@@ -212,16 +215,27 @@ class _Attention(torch.autograd.Function):
                 " forward, expected none: the backward reads it (write into a copy)"
             )
         path, layout, rows = ctx.path, ctx.layout, ctx.path.rows
-        of_path = lse.new_full((lse.shape[0], rows), torch.inf)
-        dq, dk, dv, dsinks = torch.ops.dualkv.bwd(
-            _behind(dout, rows), _behind(q, rows), path.before(0, k), path.before(1, v), _behind(out, rows),
-            torch.cat([of_path, lse], 1), layout.offsets, layout.parent, ctx.scale, ctx.deterministic, "qkv",
-            *ctx.features._replace(sinks=sinks), None, ctx.backend,
-        )  # fmt: skip
-        path.add(0, dk)
-        path.add(1, dv)
-        dq, dk, dv = (x[rows:].clone() for x in (dq, dk, dv))
-        return None, dq, dk, dv, None if sinks is None else dsinks.to(sinks.dtype), *[None] * 6
+        keys, values, kv_heads = path.read(0), path.read(1), k.shape[1]
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        dsinks = None if sinks is None else torch.empty_like(sinks)
+        at_once = heads_at_once(rows + len(q), kv_heads)
+        for begin in range(0, kv_heads, at_once):
+            of_kv = slice(begin, min(begin + at_once, kv_heads))
+            of_q = slice(*(x * (q.shape[1] // kv_heads) for x in (of_kv.start, of_kv.stop)))
+            some_k, some_v = (torch.cat([y[:, of_kv] for y in (*xs, x)]) for xs, x in ((keys, k), (values, v)))
+            of_path = lse.new_full((of_q.stop - of_q.start, rows), torch.inf)
+            some_dq, some_dk, some_dv, some_dsinks = torch.ops.dualkv.bwd(
+                _behind(dout[:, of_q], rows), _behind(q[:, of_q], rows), some_k, some_v, _behind(out[:, of_q], rows),
+                torch.cat([of_path, lse[of_q]], 1), layout.offsets, layout.parent, ctx.scale, ctx.deterministic, "qkv",
+                *ctx.features._replace(sinks=None if sinks is None else sinks[of_q]), None, ctx.backend,
+            )  # fmt: skip
+            path.add(0, some_dk, of_kv)
+            path.add(1, some_dv, of_kv)
+            dq[:, of_q], dk[:, of_kv], dv[:, of_kv] = some_dq[rows:], some_dk[rows:], some_dv[rows:]
+            if dsinks is not None:
+                dsinks[of_q] = some_dsinks
+            del some_k, some_v, some_dq, some_dk, some_dv
+        return None, dq, dk, dv, dsinks, *[None] * 6
 
 
 class _Padded:
@@ -273,7 +287,8 @@ def _checkpointed() -> Any:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is None or not inspect.isfunction(pack := inspect.unwrap(hooks[0])):
         return None
-    held = inspect.getclosurevars(pack).nonlocals
+    cells = zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True)  # not inspect.getclosurevars: slow
+    held = {name: cell.cell_contents for name, cell in cells if name in ("frame", "target_frame_ref")}
     again = held.get("target_frame_ref")
     return held.get("frame") if again is None else _Again(again(), pack)
 
@@ -290,6 +305,7 @@ class Branch(PackedRows):
         keeps_all: whether layers that are checkpointed keep everything in this call, so that none runs again.
         anchor: a leaf that gives what reads kept tensors a place in the graph. It gets no gradient.
         at_end: callbacks for the end of the present pass's forward.
+        kv_heads: the fewest of the attention layers that ran, 0 if none did.
     """
 
     def __init__(self, part: TreePart, above: Sequence[Branch] = (), keeping: Keeping | None = None) -> None:
@@ -298,6 +314,7 @@ class Branch(PackedRows):
         self.num_tokens, self.keeps_all = len(part.rows), part.keeps_all
         self._keeping = keeping or Keeping()
         self._kept: dict[Hashable, Kept] = {}
+        self.kv_heads = 0
         self.anchor = torch.zeros((), requires_grad=True)
         self.at_end = ExitStack()
         self.begin(torch.is_grad_enabled() and not part.is_trunk)
@@ -375,6 +392,7 @@ class Branch(PackedRows):
         call = layer, self.call_of(layer)
         path = _Path([(self._keys(above, call), n) for above, (_, n) in zip(self._above, self.part.path, strict=True)])
         asked = checked(q, k, v, softmax_scale, Features.given(**features))
+        self.kv_heads = min(self.kv_heads or k.shape[1], k.shape[1])
         if self.part.is_trunk:
             self.keep(call, asked.k, asked.v)
         if not path.rows:

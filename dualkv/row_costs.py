@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,7 +15,7 @@ from dualkv.data.gain import PAIRS_A_ROW
 from dualkv.data.memory import RowCosts
 from dualkv.data.parts import plan_parts
 from dualkv.data.trees import pack_sequences
-from dualkv.walks import Forward
+from dualkv.walks import Forward, Loss
 
 LONG = 4  # times the rows of a part: a path in whose attention the peak lies
 
@@ -23,6 +23,7 @@ LONG = 4  # times the rows of a part: a path in whose attention the peak lies
 def measure_rows(
     forward: Forward,
     input_ids: torch.Tensor,
+    loss: Loss | None = None,
     *,
     rows: int = 256,
     gradients: torch.dtype = torch.float32,
@@ -35,8 +36,9 @@ def measure_rows(
     allocator is read, and reset. Elsewhere tensors are counted as PyTorch's operations make them.
 
     Args:
-        forward: of a part, as for :func:`dualkv.walk`. The head's logits are not counted: leave memory for them.
+        forward: of a part, as for :func:`dualkv.walk`.
         input_ids: tokens, any number of them; they are repeated as needed.
+        loss: of a part, as for :func:`dualkv.walk`: what the head takes is measured too. None: leave memory for it.
         rows: of the smaller parts. The larger one has twice as many, the longest path eight times as many.
         gradients, on_host: as for :func:`dualkv.walk`.
         pairs: of the result.
@@ -47,8 +49,7 @@ def measure_rows(
     rows, tokens, keeping = positive("rows", rows), input_ids.detach().reshape(-1), Keeping(gradients, on_host)
     tokens = tokens.repeat(-(-(2 * LONG + 1) * rows // len(tokens)))
 
-    def run(path: int, own: int, keeps_all: bool) -> tuple[float, float]:
-        """(bytes at the peak of a part, bytes that its path keeps)."""
+    def run(path: int, own: int, keeps_all: bool) -> _Bytes:
         *above, last = plan_parts(pack_sequences([tokens[: path + own]]), own)
         trunks: list[Branch] = []
         for part in above:
@@ -62,16 +63,68 @@ def measure_rows(
         with torch.enable_grad(), Peak(input_ids.device) as peak:
             hidden = forward(last.input_ids, branch)
             branch.end()
+            saved = peak.now()
             branch.backward(hidden.sum(), inputs=[branch.anchor])
-        return peak.bytes, sum(trunk.kept_bytes for trunk in trunks)
+        return _Bytes(peak.bytes, saved, sum(trunk.kept_bytes for trunk in trunks), branch.kv_heads)
+
+    def of_head(own: int) -> float:
+        """Bytes at the peak of the head of a part."""
+        if loss is None:
+            return 0.0
+        (part,) = plan_parts(pack_sequences([tokens[: own + 1]]), own + 1)
+        with torch.no_grad():
+            hidden = forward(part.input_ids, Branch(part))
+        found = 0.0
+        for _ in range(2):  # what the first call allocates is no cost of a pass
+            with torch.enable_grad(), Peak(input_ids.device) as peak:
+                value = loss(hidden.detach().requires_grad_(), part)
+                torch.autograd.grad(value, _leaves(value))
+                del value
+            found = peak.bytes
+        return found
 
     with torch.random.fork_rng([input_ids.device] if input_ids.is_cuda else []):
         run(1, rows, True)  # what first calls allocate belongs to no row
-        graph, recomputed = ((run(1, 2 * rows, all_)[0] - run(1, rows, all_)[0]) / rows for all_ in (True, False))
-        # Behind a long path the peak is in attention. A short one is hidden by a peak elsewhere in the layer.
-        (short, _), (long, kept) = run(LONG * rows, rows, True), run(2 * LONG * rows, rows, True)
-    path = max(0.0, (long - short) / (LONG * rows))
-    return RowCosts(kept / (2 * LONG * rows), path, graph, recomputed, pairs)
+        graph, saved, beside = list[float](), list[float](), list[float]()
+        path = kept = 0.0
+        for keeps_all in (True, False):
+            small, large = run(1, rows, keeps_all), run(1, 2 * rows, keeps_all)
+            graph.append((large.peak - small.peak) / rows)
+            saved.append((large.saved - small.saved) / rows)
+            # Behind a long path the peak is in attention. A short one is hidden by a peak elsewhere in the layer.
+            long = run(2 * LONG * rows, rows, keeps_all)
+            if keeps_all:
+                path = max(0.0, (long.peak - run(LONG * rows, rows, True).peak) / (LONG * rows))
+                kept = long.kept / (2 * LONG * rows)
+            beside.append(max(0.0, long.peak - path * 2 * LONG * rows) / rows)
+        head = of_head(rows)
+        of_row = max(0.0, of_head(2 * rows) - head) / rows
+    heads, head = max(1, long.kv_heads), max(0.0, head - of_row * rows)
+    at_end = saved[0] + of_row, saved[1] + of_row
+    return RowCosts(kept, path, graph[0], graph[1], pairs, heads, head, (beside[0], beside[1]), at_end)
+
+
+class _Bytes(NamedTuple):
+    """Bytes at the peak of a part and at the end of its forward, bytes that its path keeps, the fewest KV heads."""
+
+    peak: float
+    saved: float
+    kept: float
+    kv_heads: int
+
+
+def _leaves(value: torch.Tensor) -> list[torch.Tensor]:
+    """Return the leaves of the graph of a value: inputs and parameters."""
+    waiting: list[Any] = [value.grad_fn]
+    nodes, found = set(waiting), list[torch.Tensor]()
+    while waiting:
+        node = waiting.pop()
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        new = {below for below, _ in getattr(node, "next_functions", ()) if below is not None} - nodes
+        nodes |= new
+        waiting += new
+    return found
 
 
 class Peak:
@@ -89,6 +142,10 @@ class Peak:
             self._alive = _Alive()
             self._alive.__enter__()
         return self
+
+    def now(self) -> float:
+        """Return the bytes of tensors beyond those at the beginning."""
+        return self._alive.now if self._alive is not None else torch.cuda.memory_allocated(self.device) - self._begin
 
     def __exit__(self, *error: Any) -> None:
         if self._alive is not None:

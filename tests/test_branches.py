@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import dualkv
 from dualkv import Layout
 from dualkv.branches import Branch
-from dualkv.data.parts import plan_parts
+from dualkv.data import memory
+from dualkv.data.parts import fitting, plan_parts
 from dualkv.data.trees import PackedSequences
 from tests.strategies import trees
 
@@ -36,7 +39,7 @@ def of_layout(layout: Layout) -> PackedSequences:
     return PackedSequences(ids, layout, rows, lens, mask)
 
 
-def check_plan(batch: PackedSequences, budget: int) -> None:
+def check_plan(batch: PackedSequences, budget: int | dualkv.Memory) -> None:
     """Every row once, each sees its path and nothing else; and no more than a path and a part is held."""
     layout, parts = batch.layout, plan_parts(batch, budget)
     total, ends = layout.num_tokens, layout.visible_end.numpy()
@@ -44,7 +47,9 @@ def check_plan(batch: PackedSequences, budget: int) -> None:
     done: set[int] = set()
     for at, part in enumerate(parts):
         assert part.index == at
-        assert 0 < len(part.rows) <= budget
+        assert len(part.rows) > 0
+        if isinstance(budget, int):
+            assert len(part.rows) <= budget
         for above, rows in part.path:
             assert parts[above].is_trunk
             assert above < at
@@ -86,6 +91,24 @@ def test_plans_of_trees_with_empty_segments(tree, budget):
         check_plan(batch, budget)
 
 
+@settings(max_examples=60, deadline=None)
+@given(trees(max_segments=14, length=st.integers(0, 40)), st.integers(20, 200), st.sampled_from([0, 500]))
+def test_plans_in_memory(tree, rows, head):
+    """Each part has the rows that its own place leaves room for; what the plan counts is within the limit."""
+    layout = Layout.from_segments(*tree)
+    batch = of_layout(layout)
+    if not layout.num_tokens or not batch._mask.any():
+        return
+    row = dualkv.RowCosts(10, 5, 400, 100, head=head, beside_path=(300, 60), saved=(350, 30))
+    limit = dualkv.Memory(100 * rows, row)
+    if (found := fitting(batch, limit)) is None:
+        with pytest.raises(ValueError, match=r"expected [\d,]+ at least"):
+            plan_parts(batch, limit)
+        return
+    assert found.bytes <= limit.bytes
+    check_plan(batch, limit)
+
+
 def test_side_leaves_of_a_trunk_share_a_part():
     """A caterpillar of 20 turns: few parts, although every turn has a leaf of its own."""
     offsets, parent, up = [0, 10], [-1], 0
@@ -107,8 +130,9 @@ def test_side_leaves_of_a_trunk_share_a_part():
     trees(max_segments=10, length=st.integers(0, 6)),
     st.integers(1, 15),
     st.sampled_from([{}, {"window": 4}, {"chunk": 3}, {"softcap": 2.0}, {"sinks": True, "window": 5}]),
+    st.sampled_from([1, memory.ROWS_AT_ONCE]),
 )
-def test_attention_of_parts_is_that_of_the_tree(tree, budget, features):
+def test_attention_of_parts_is_that_of_the_tree(tree, budget, features, at_once):
     layout = Layout.from_segments(*tree)
     batch = of_layout(layout)
     if not layout.num_tokens or not batch._mask.any():
@@ -129,7 +153,8 @@ def test_attention_of_parts_is_that_of_the_tree(tree, budget, features):
             out = one.branch.attention(q[rows], k[rows], v[rows], layer="only", **given_)
             found[rows] = out.detach()
         # Parts without trained tokens have a loss too: it goes through an identity whose gradient is dout.
-        one.backward((out * dout[rows]).sum() if one.is_last else None)
+        with mock.patch.object(memory, "ROWS_AT_ONCE", at_once):  # 1: a KV head after the other
+            one.backward((out * dout[rows]).sum() if one.is_last else None)
     torch.testing.assert_close(found, whole.detach(), rtol=0, atol=1e-12)
     for leaf, want in zip(leaves, wanted, strict=True):
         torch.testing.assert_close(leaf.grad, want, rtol=0, atol=1e-12)

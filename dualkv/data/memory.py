@@ -13,20 +13,38 @@ import numpy as np
 
 from dualkv.data.gain import PAIRS_A_ROW
 
-FORWARD, BACKWARD, ATTENTION_BACKWARD = 1.0, 2.0, 2.5  # of a row; attention computes five products for two
-PATH_ROW = 0.02  # rows: a pass copies keys and values of each row of its path, and as many rows without queries
-PASS = 256  # rows: products of few rows leave some of a GPU's multiprocessors idle
+FORWARD, BACKWARD = 1.0, 2.0  # of a row's projections and MLP
+# The rest was fitted by least squares to the 27 medians of docs/results/walk-*-h200.json (Qwen3-8B, 8 layers): 6.1 us a
+# row and forward, 10.6 us a trained token in the head. Apart from the shortest runs the fit is within 3 %.
+ATTENTION, ATTENTION_BACKWARD = 0.72, 1.8  # of as many FLOP; its backward computes five products for two
+PATH_ROW = 0.01  # rows: a pass copies keys and values of each row of its path, and as many rows without queries
+PASS, PASS_WITH_GRAPH = 256, 3300  # rows: a backward adds to the gradients of all weights, among others
+ROWS_AT_ONCE = 32768  # of all KV heads, for which the backward of attention behind a path makes room at a time
+
+
+def heads_at_once(rows: int, kv_heads: int) -> int:
+    """Return the KV heads that the backward of a part's attention takes at a time, of rows of its path and its own.
+
+    Behind a long path each call still has some blocks of keys for every multiprocessor.
+    """
+    return max(1, min(kv_heads, kv_heads * ROWS_AT_ONCE // max(rows, 1)))
 
 
 class RowCosts(NamedTuple):
-    """Bytes of a row, over all layers of a model. :func:`dualkv.measure_rows` measures them.
+    """Bytes of a row, over all layers of a model, and of the head. :func:`dualkv.measure_rows` measures them.
 
     Attributes:
         kept: keys, values and states that a trunk's row keeps for the parts below, and the sums of their gradients.
-        path: what a row of the path takes beside that while a part below it runs, in one layer at a time.
+        path: what a row of the path takes beside that while a part below it runs, in one layer at a time, if all KV
+            heads run at once.
         graph: what a row takes in a pass whose layers keep all that their backward needs.
         recomputed: the same in a pass whose layers are recomputed in the backward.
         pairs: pairs of a query and a key that take the time of a row of projections and MLP.
+        kv_heads: the fewest of a layer's. Behind a long path some run after others (:func:`heads_at_once`).
+        head: bytes that the head and the loss of a pass take, whatever its rows. What they take of a row is in `saved`.
+        beside_path: `graph` and `recomputed` at the time when rows of the path take `path`: in the backward of
+            attention, where the MLP is done. None: the same.
+        saved: `graph` and `recomputed` at the end of the forward, when the head runs. None: the same.
     """
 
     kept: float
@@ -34,6 +52,21 @@ class RowCosts(NamedTuple):
     graph: float
     recomputed: float
     pairs: float = PAIRS_A_ROW
+    kv_heads: int = 1
+    head: float = 0.0
+    beside_path: tuple[float, float] | None = None
+    saved: tuple[float, float] | None = None
+
+    def of_path(self, rows: int) -> float:
+        """Return the bytes that a path of so many rows takes while a part below it runs."""
+        return self.path * rows * heads_at_once(rows, self.kv_heads) / self.kv_heads
+
+    def own(self, keeps_all: bool) -> tuple[float, float, float]:
+        """Return the bytes of a pass's own row: at the peak of a layer, in attention's backward, and when the head
+        runs."""
+        most = self.graph, self.recomputed
+        peak, beside, saved = (each[not keeps_all] for each in (most, self.beside_path or most, self.saved or most))
+        return peak, beside, saved
 
 
 @dataclass(frozen=True)
@@ -41,12 +74,12 @@ class Memory:
     """A limit of memory as the budget of :func:`dualkv.walk` and of :func:`dualkv.plan_in_memory`.
 
     Attributes:
-        bytes: that passes may take beside weights, their gradients, the optimizer and the head's logits: kept keys and
-            values of all trunks that wait, the sums of their gradients, and the rows that have a graph.
+        bytes: that passes may take beside weights, their gradients and the optimizer: kept keys and values of all
+            trunks that wait, the sums of their gradients, the rows that have a graph, and the head if `row` has it.
         row: what a row takes.
 
     Raises:
-        ValueError: numbers that are not positive (costs of a path may be 0).
+        ValueError: numbers that are not positive (costs of a path and the head may be 0).
         TypeError: what is no number.
     """
 
@@ -56,34 +89,46 @@ class Memory:
     def __post_init__(self) -> None:
         if not isinstance(self.row, RowCosts):
             raise TypeError(f"row is a {type(self.row).__name__}, expected a RowCosts")
-        for name, value in (("bytes", self.bytes), *self.row._asdict().items()):
+        given = [("bytes", self.bytes)]
+        for name, value in self.row._asdict().items():
+            given += [(name, x) for x in (value if isinstance(value, tuple) else [value]) if x is not None]
+        for name, value in given:
             if isinstance(value, bool) or not isinstance(value, int | float | np.number):
                 raise TypeError(f"{name} is {value!r}, expected a number")
             if not 0 <= value < float("inf") or (value == 0 and name in ("bytes", "graph", "recomputed", "pairs")):
                 raise ValueError(f"{name} is {value}, expected a positive number")
 
-    def of_pass(self, waiting: int, path: int, own: int, keeps_all: bool) -> float:
-        """Count the bytes of a pass.
+    def of_pass(self, waiting: int, path: int, own: int, keeps_all: bool, has_head: bool = True) -> float:
+        """Count the bytes of a pass, at the largest of three peaks: in a layer, in the backward of attention that reads
+        the path, and in the head.
 
         Args:
             waiting: rows of trunks that keep tensors then.
             path: rows of the path that the pass reads.
             own: rows of the pass.
             keeps_all: whether its layers keep all.
+            has_head: whether it has a loss.
         """
-        row = self.row
-        return waiting * row.kept + path * row.path + own * (row.graph if keeps_all else row.recomputed)
+        peak, beside, saved = self.row.own(keeps_all)
+        peaks = own * peak, own * beside + self.row.of_path(path), (own * saved + self.row.head) * has_head
+        return waiting * self.row.kept + max(peaks)
 
-    def keeps_all(self, waiting: int, path: int, own: int) -> bool | None:
+    def most_rows(self, waiting: int, path: int, keeps_all: bool, is_trunk: bool) -> int:
+        """Return the most own rows that a pass may have; a trunk's wait too, beside `waiting` of others."""
+        peak, beside, saved = (x + self.row.kept * is_trunk for x in self.row.own(keeps_all))
+        left = self.bytes - waiting * self.row.kept
+        return max(0, int(min(left / peak, (left - self.row.of_path(path)) / beside, (left - self.row.head) / saved)))
+
+    def keeps_all(self, waiting: int, path: int, own: int, has_head: bool = True) -> bool | None:
         """Say whether layers of a pass may keep all; None if the pass does not fit even where they are recomputed."""
         for choice in (True, False):
-            if self.of_pass(waiting, path, own, choice) <= self.bytes:
+            if self.of_pass(waiting, path, own, choice, has_head) <= self.bytes:
                 return choice
         return None
 
     def time(self, path: int, own: int, pairs: float, keeps_all: bool, is_trunk: bool = False) -> float:
         """Estimate the time of a part, forward and backward, in rows. A trunk runs forward once more."""
         forwards = FORWARD * (1 + is_trunk + (not keeps_all))
-        of_path = PATH_ROW * path * (2 + is_trunk)
-        of_pairs = (forwards + ATTENTION_BACKWARD) * pairs / self.row.pairs
-        return (forwards + BACKWARD) * own + of_pairs + of_path + PASS * (forwards + BACKWARD)
+        of_pairs = (ATTENTION * forwards + ATTENTION_BACKWARD) * pairs / self.row.pairs
+        of_passes = (PATH_ROW * path + PASS) * is_trunk + PATH_ROW * path + PASS_WITH_GRAPH
+        return (forwards + BACKWARD) * own + of_pairs + of_passes

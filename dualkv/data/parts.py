@@ -7,7 +7,7 @@ Trunks run twice in training, so the end of a leaf is never a part of one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -188,7 +188,8 @@ def plan_parts(batch: PackedSequences, budget: int | Memory) -> list[TreePart]:
             " part would need the features of all of them"
         )
     if not isinstance(budget, Memory):
-        return _Plan(batch, positive("budget", budget)).parts
+        rows = positive("budget", budget)
+        return _Plan(batch, lambda *_: rows).parts
     found = fitting(batch, budget)
     if found is None:
         needed = _needed(batch, budget)
@@ -201,7 +202,10 @@ def plan_parts(batch: PackedSequences, budget: int | Memory) -> list[TreePart]:
 
 SMALLEST = 16  # rows of the smallest parts that a limit of memory may lead to,
 MOST_TRUNKS = 64  # and so many trunks on the longest path
-TRIED = 4  # numbers of rows that fit, for layers that keep all and for recomputed ones
+HALVINGS = 8  # of the whole tree's rows: the fewest rows that parts may have to keep all
+
+Rows = Callable[[int, int, bool], int]
+"""(rows of trunks that wait, rows of the path, whether it is a trunk) -> the most own rows that a part may have."""
 
 
 class Fitting(NamedTuple):
@@ -209,27 +213,41 @@ class Fitting(NamedTuple):
 
     Attributes:
         parts: in the order of running.
-        rows: the most rows that a part may have.
         bytes: the most that a pass takes.
         time: of all passes, in rows.
     """
 
     parts: list[TreePart]
-    rows: int
     bytes: float
     time: float
 
+    @property
+    def rows(self) -> int:
+        """The most rows that a part has."""
+        return max(len(part.rows) for part in self.parts)
+
 
 def fitting(batch: PackedSequences, memory: Memory) -> Fitting | None:
-    """Make the parts that take the least time within the memory; None if none fit."""
+    """Make the parts that take the least time within the memory; None if none fit.
+
+    Each part has as many rows as the memory holds behind its path if its layers keep all, and where these would be too
+    few, as many as it holds if they are recomputed. What is too few is tried: half of the tree's rows, a quarter and so
+    on.
+    """
     found: list[Fitting] = []
-    for cost in (memory.row.graph, memory.row.recomputed):
-        rows, left = int(min(memory.bytes / cost, batch.layout.num_tokens)), TRIED
-        while rows >= _least(batch) and left:  # the largest that fit, and some below, which may divide the tree better
-            if (made := costed(_Plan(batch, rows).parts, rows, memory)) is not None:
-                found.append(made)
-                left -= 1
-            rows = rows * 4 // 5
+    least, total = _least(batch), batch.layout.num_tokens
+    tried: set[tuple[int, ...]] = set()
+    for too_few in [total + 1, *dict.fromkeys(max(least, total >> i) for i in range(1, HALVINGS))]:
+
+        def rows(waiting: int, path: int, is_trunk: bool, too_few: int = too_few) -> int:
+            keeping, recomputed = (memory.most_rows(waiting, path, choice, is_trunk) for choice in (True, False))
+            return max(least, min(keeping if keeping >= min(too_few, total) else recomputed, total))
+
+        parts = _Plan(batch, rows).parts
+        sizes = tuple(len(part.rows) for part in parts)
+        if sizes not in tried and (made := costed(parts, memory)) is not None:
+            found.append(made)
+        tried.add(sizes)
     return min(found, key=lambda one: one.time, default=None)
 
 
@@ -239,11 +257,11 @@ def _least(batch: PackedSequences) -> int:
     return min(segments.total, max(SMALLEST, -(-segments.longest_path // MOST_TRUNKS)))
 
 
-def costed(parts: list[TreePart], rows: int, memory: Memory, keeps_all: bool | None = None) -> Fitting | None:
+def costed(parts: list[TreePart], memory: Memory, keeps_all: bool | None = None) -> Fitting | None:
     """Count what parts take; None if one does not fit.
 
     Args:
-        parts, rows: of :class:`Fitting`.
+        parts: in the order of running.
         memory: the limit.
         keeps_all: whether layers keep all; None: chosen for each part.
     """
@@ -252,14 +270,14 @@ def costed(parts: list[TreePart], rows: int, memory: Memory, keeps_all: bool | N
     chosen, most, time = list[TreePart](), 0.0, 0.0
     for part in parts:
         own, path = len(part.rows), part.path_rows
-        waiting = _waiting(parts, part)
-        keeps = memory.keeps_all(waiting, path, own) if keeps_all is None else keeps_all
+        waiting, has_head = _waiting(parts, part), part.num_trained > 0
+        keeps = memory.keeps_all(waiting, path, own, has_head) if keeps_all is None else keeps_all
         if keeps is None:
             return None
-        most = max(most, memory.of_pass(waiting, path, own, keeps))
+        most = max(most, memory.of_pass(waiting, path, own, keeps, has_head))
         time += memory.time(path, own, float(seen[part.rows].sum()), keeps, part.is_trunk)
         chosen.append(replace(part, keeps_all=keeps))
-    return Fitting(chosen, rows, most, time)
+    return Fitting(chosen, most, time)
 
 
 def _waiting(parts: list[TreePart], part: TreePart) -> int:
@@ -269,15 +287,16 @@ def _waiting(parts: list[TreePart], part: TreePart) -> int:
 
 def _needed(batch: PackedSequences, memory: Memory) -> float:
     """Bytes that the smallest parts take."""
-    parts = _Plan(batch, _least(batch)).parts
+    least = _least(batch)
+    parts = _Plan(batch, lambda *_: least).parts
     return max(memory.of_pass(_waiting(parts, p), p.path_rows, len(p.rows), False) for p in parts)
 
 
 class _Plan:
-    """The parts of a budget of rows, in `parts`."""
+    """The parts of budgets of rows, in `parts`."""
 
-    def __init__(self, batch: PackedSequences, budget: int) -> None:
-        self.batch, self.budget = batch, budget
+    def __init__(self, batch: PackedSequences, rows: Rows) -> None:
+        self.batch, self._rows = batch, rows
         self.segments: Segments = batch.layout._segments
         self.parts: list[TreePart] = []
         self.children: list[list[int]] = [[] for _ in self.segments.parent]
@@ -297,52 +316,63 @@ class _Plan:
             else:
                 running.append(below)
 
+    def _budget(self, path: tuple[tuple[int, int], ...], attached: int, more: int = 0, is_trunk: bool = False) -> int:
+        """Return the most rows of a part behind so many rows of a path, with trunks of `more` rows in between."""
+        waiting = sum(len(self.parts[index].rows) for index, _ in _up_to(path, attached))
+        return self._rows(waiting + more, attached + more, is_trunk)
+
     def _visit(self, path: tuple[tuple[int, int], ...], hanging: list[Hanging]) -> Iterator[Any]:
         """Make the parts of all subtrees that hang on a path; yields the visit of each trunk's."""
         while hanging:
-            small = [h for h in hanging if self.size[h[1]] - h[2] <= self.budget]
-            for some in self._together(small):
+            small = [h for h in hanging if self.size[h[1]] - h[2] <= self._budget(path, h[0])]
+            for some in self._together(path, small):
                 self._add(_up_to(path, some[0][0]), some, [], False)
             large, hanging = [h for h in hanging if h not in small], []
             for one in large:
                 above = _up_to(path, one[0])
-                trunk, below = self._trunk(*one)
+                trunk, below = self._trunk(above, *one)
                 if rows := sum(end - begin for _, begin, end in trunk):
                     self._add(above, [one], trunk, True)
                     yield self._visit((*above, (len(self.parts) - 1, rows)), [h for h in below if h[0] > one[0]])
                 hanging += [h for h in below if h[0] == one[0]]  # behind empty segments: on the path, not the trunk
 
-    def _together(self, hanging: list[Hanging]) -> Iterator[list[Hanging]]:
+    def _together(self, path: tuple[tuple[int, int], ...], hanging: list[Hanging]) -> Iterator[list[Hanging]]:
         """Group subtrees that fit into one part, the deepest first. Subtrees without a path share no part with
         others."""
         some: list[Hanging] = []
-        rows = 0
+        rows, budget = 0, 0
         for one in sorted(hanging, key=lambda h: -h[0]):
             size = int(self.size[one[1]]) - one[2]
-            if rows + size > self.budget or (one[0] == 0) != (some[0][0] == 0 if some else one[0] == 0):
+            if rows + size > budget or (one[0] == 0) != (some[0][0] == 0 if some else one[0] == 0):
                 if rows:
                     yield some
-                some, rows = [], 0
+                some, rows, budget = [], 0, self._budget(path, one[0])
             some.append(one)
             rows += size
         if rows:
             yield some
 
-    def _trunk(self, attached: int, segment: int, first: int) -> tuple[list[Piece], list[Hanging]]:
+    def _trunk(
+        self, path: tuple[tuple[int, int], ...], attached: int, segment: int, first: int
+    ) -> tuple[list[Piece], list[Hanging]]:
         """A run of a path within the budget, as long as one subtree alone is larger than the budget; and all that hangs
         on it. The last rows of a leaf, as many as a part may have, hang on it."""
         trunk: list[Piece] = []
         below: list[Hanging] = []
-        room = self.budget
+        begin, most = attached, self._budget(path, attached, is_trunk=True)
         while True:
-            length = int(self.segments.lengths[segment])
-            end = min(first + room, length if self.children[segment] else length - self.budget)
+            length, room = int(self.segments.lengths[segment]), most - (attached - begin)
+            end = min(first + room, length)
+            if not self.children[segment]:
+                here = attached - begin
+                end = min(end, length - min(self._budget(path, begin, here + x) for x in (0, length - first)))
             trunk.append((segment, first, end))
             attached, room = attached + end - first, room - (end - first)
             if end < length:
                 return trunk, [*below, (attached, segment, end)]
             others = sorted(self.children[segment], key=lambda child: -int(self.size[child]))
-            stop = not room or sum(self.size[child] > self.budget for child in others) != 1
+            budget = self._budget(path, begin, attached - begin)
+            stop = not room or sum(self.size[child] > budget for child in others) != 1
             below += [(attached, child, 0) for child in (others if stop else others[1:])]
             if stop:
                 return trunk, below

@@ -180,7 +180,7 @@ def _time(choice: _Choice) -> float:
 
 def _cut(tree: SharedPrefixes, memory: Memory, keeps_all: bool, is_alone: bool) -> _Choice | None:
     """Cut a tree into passes that fit; None if one of its sequences does not fit."""
-    budget = int(memory.bytes / (memory.row.graph if keeps_all else memory.row.recomputed))
+    budget = memory.most_rows(0, 0, keeps_all, False)
     if int(tree.lengths.max()) > budget:
         return None
     runs = tree.runs(budget)
@@ -199,7 +199,7 @@ def _in_one_pass(
     some = shared.select(members)
     if is_alone:
         some = replace(some, common=np.zeros_like(some.common))
-    budget = int(memory.bytes / (memory.row.graph if keeps_all else memory.row.recomputed))
+    budget = memory.most_rows(0, 0, keeps_all, False)
     runs: list[IntArray] = []
     waiting = some.runs(budget)
     while waiting:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 import dualkv
 from dualkv import Memory, RowCosts
-from dualkv.data.memory import PASS
+from dualkv.data import memory
+from dualkv.data.parts import costed, fitting, plan_parts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROW = RowCosts(kept=10, path=5, graph=400, recomputed=100)
@@ -31,7 +32,8 @@ def ways(made: dualkv.MemoryPlan) -> list[str]:
 
 
 def test_each_way_where_it_takes_the_least_time(monkeypatch):
-    monkeypatch.setattr("dualkv.data.memory.PASS", PASS / 32)  # as if all lengths were larger
+    for name in ("PASS", "PASS_WITH_GRAPH"):  # as if all lengths were larger
+        monkeypatch.setattr(memory, name, getattr(memory, name) / 128)
     long = group(1600, [100] * 8)
     made = plan(long, 1800)
     assert ways(made) == ["walked"]
@@ -71,17 +73,17 @@ def test_a_sequence_larger_than_a_pass_is_walked_alone():
     st.sampled_from([1, 3]),
 )
 def test_plans_hold_every_sequence_once_and_fit(sequences, rows, min_shared):
-    memory = Memory(100 * rows, ROW)
+    limit = Memory(100 * rows, ROW)
     if max(map(len, sequences)) > rows // 2:  # a walk may not fit, either
         return
-    made = dualkv.plan_in_memory(sequences, memory, min_shared=min_shared)
+    made = dualkv.plan_in_memory(sequences, limit, min_shared=min_shared)
     assert sorted(i for batch in made.batches for i in batch.sequences) == list(range(len(sequences)))
     for batch in made.batches:
         packed = dualkv.pack_sequences([sequences[i] for i in batch.sequences], min_shared=batch.min_shared)
         assert (batch.way == "alone") <= (packed.layout.num_tokens == sum(len(sequences[i]) for i in batch.sequences))
         if batch.way != "walked":
             assert packed.layout.num_tokens <= batch.rows <= rows
-        dualkv.data.parts.plan_parts(packed, memory)  # it fits
+        plan_parts(packed, limit)  # it fits
 
 
 def test_the_loop_of_the_docstring_is_exact():
@@ -104,10 +106,67 @@ def test_the_loop_of_the_docstring_is_exact():
         return total, table.grad
 
     wanted = gradient([([s], None) for s in sequences], 1000)
-    memory = Memory(100 * 90, ROW)
-    made = dualkv.plan_in_memory(sequences, memory)
+    limit = Memory(100 * 90, ROW)
+    made = dualkv.plan_in_memory(sequences, limit)
     assert {"walked"} < set(ways(made))
     assert made.time > 0
-    found = gradient([([sequences[i] for i in b.sequences], None) for b in made.batches], memory)
+    found = gradient([([sequences[i] for i in b.sequences], None) for b in made.batches], limit)
     for mine, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+
+
+# ---------------------------------------------------------------- 8 layers of Qwen3-8B, as recorded on an H200
+LAYERS = RowCosts(98_304, 58_877, 1_829_720, 346_949, 23_553, 1, 0, (1_660_000, 221_000), (1_772_000, 106_500))
+HEAD = 3.745e9
+RECORDED = [  # rows of trunks, own rows of the largest part, whether layers keep all, with the head, bytes at the peak
+    (24576, 8192, False, False, 5_686_390_272),
+    (24576, 4096, False, False, 4_766_870_016),
+    (24576, 4096, True, False, 10_674_096_640),
+    (24576, 2048, True, False, 7_258_476_544),
+    (28672, 8192, False, False, 6_326_288_384),
+    (28672, 4096, True, False, 11_318_214_144),
+    (65536, 8192, False, False, 12_093_320_704),
+    (24576, 8192, False, True, 7_036_473_856),
+    (24576, 4096, False, True, 6_597_927_424),
+    (24576, 2048, True, True, 9_789_874_688),
+    (28672, 2048, True, True, 10_182_607_360),
+    (65536, 8192, False, True, 12_092_272_128),
+]
+
+
+@pytest.mark.parametrize(("prompt", "own", "keeps_all", "has_head", "peak"), RECORDED)
+def test_bytes_of_a_pass_are_those_recorded(prompt, own, keeps_all, has_head, peak):
+    limit = Memory(1, LAYERS._replace(head=HEAD))
+    assert limit.of_pass(prompt, prompt, own, keeps_all, has_head) == pytest.approx(peak, rel=0.015)
+
+
+@pytest.mark.parametrize(
+    ("shape", "bytes_", "head", "trunks", "leaves", "speed_up"),
+    [
+        ((24576, 16, 2048), 13.3e9, 0, 4, [4096] * 8, 2.1),
+        ((28672, 16, 2048), 13.3e9, 0, 5, [4096] * 8, 3.8),
+        ((65536, 8, 4096), 15.5e9, 0, 11, [4096] * 8, 1.0),
+        ((24576, 16, 2048), 13.3e9, HEAD, 6, [2048] * 16, 1.95),
+    ],
+)
+def test_plans_of_large_groups(shape, bytes_, head, trunks, leaves, speed_up):
+    """Parts are as large as memory holds behind their path, and all of them keep all; against micro-batches of 32,768
+    rows, or one pass of all."""
+    prompt, responses, length = shape
+    batch = dualkv.pack_sequences(*_of_shape(prompt, responses, length))
+    limit = Memory(bytes_, LAYERS._replace(head=head, kv_heads=8))
+    found = fitting(batch, limit)
+    assert 0.75 * bytes_ < found.bytes <= bytes_
+    assert all(part.keeps_all for part in found.parts)
+    assert sum(part.is_trunk for part in found.parts) == trunks
+    assert [len(part.rows) for part in found.parts if not part.is_trunk] == leaves
+    count = max(1, (32768 - prompt) // length) if prompt < 32768 else responses
+    cut = dualkv.pack_sequences(*_of_shape(prompt, count, length))
+    one = costed(plan_parts(cut, cut.layout.num_tokens), Memory(2**62, LAYERS), False)
+    assert found.time * speed_up < one.time * responses / count
+
+
+def _of_shape(prompt, responses, length):
+    shared = torch.arange(prompt)
+    sequences = [torch.cat([shared, torch.arange(length) + (i + 1) * 10**6]) for i in range(responses)]
+    return sequences, [[0] * prompt + [1] * length] * responses

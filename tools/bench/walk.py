@@ -179,17 +179,11 @@ class Runner:
         rows = min(1024, max(16, job.rows // 16))
         of_pairs = 2 * self.model.config.num_attention_heads * getattr(self.model.config, "head_dim", hidden)
         tokens = job.sequences[0].to(self.device)
-        return measure_rows(forward, tokens, rows=rows, pairs=weights / of_pairs)
 
-    def of_head(self, batch: PackedSequences) -> float:
-        """Measure the bytes that the head takes beside its input."""
-        shape = 1, batch.layout.num_tokens, self.model.config.hidden_size
-        hidden = torch.randn(shape, device=self.device, dtype=self.model.dtype, requires_grad=True)
-        batch.layout.mark_used()
-        self.values("update", hidden, batch).sum().backward()  # what is compiled
-        with Peak(self.device) as peak:
-            self.values("update", hidden, batch).sum().backward()
-        return peak.bytes
+        def loss(hidden: torch.Tensor, part: TreePart) -> torch.Tensor:
+            return self.values("update", hidden, part).sum()
+
+        return measure_rows(forward, tokens, loss, rows=rows, pairs=weights / of_pairs)
 
 
 def measure(sizes: Sizes, names: list[str], parts: list[str], also: list[str], device: torch.device) -> Iterator[Any]:
@@ -217,10 +211,9 @@ def measure(sizes: Sizes, names: list[str], parts: list[str], also: list[str], d
             if done is None:
                 continue
             limit = job.limit * (static + done) - static
-            if part == "update":
-                limit -= runner.of_head(batch)
-            plans = dict.fromkeys(("walked", "values"), fitting(batch, Memory(int(limit), costs)))
-            plans |= {name: _of_rows(batch, name, costs) for name in also}
+            of_part = costs if part == "update" else costs._replace(head=0.0)
+            plans = dict.fromkeys(("walked", "values"), fitting(batch, Memory(int(limit), of_part)))
+            plans |= {name: _of_rows(batch, name, of_part) for name in also}
             for name, plan in plans.items():
                 if plan is None:
                     ways[name] = {"error": f"{limit:,.0f} bytes do not hold the smallest parts"}
@@ -261,7 +254,7 @@ def _of_rows(batch: PackedSequences, asked: str, costs: RowCosts) -> Fitting:
     """Make parts of a number of rows; with "all" behind it their layers keep all."""
     rows, keeps_all = int(asked.removesuffix("all")), asked.endswith("all")
     parts = [replace(part, keeps_all=keeps_all) for part in plan_parts(batch, rows)]
-    made = costed(parts, rows, Memory(2**62, costs), keeps_all)
+    made = costed(parts, Memory(2**62, costs), keeps_all)
     assert made is not None
     return made
 
@@ -280,11 +273,14 @@ def _whole_model(sizes: Sizes, job: Job, batch: PackedSequences, costs: RowCosts
     config = CONFIGS[sizes.model]
     layers = config["num_hidden_layers"]
     inputs = config["hidden_size"] * getattr(torch, sizes.dtype).itemsize
-    more = layers / sizes.layers
+    more = layers - sizes.layers
+    beside, saved = costs.beside_path or (0.0, 0.0), costs.saved or (0.0, 0.0)  # measured
+    all_, again = (saved[0] / sizes.layers) * more, inputs * more  # a layer that waits keeps what it saved
     whole = costs._replace(
-        kept=costs.kept * more, graph=costs.graph * more, recomputed=costs.recomputed + (layers - sizes.layers) * inputs
-    )
-    limit = job.rows * whole.recomputed
+        kept=costs.kept * layers / sizes.layers, graph=costs.graph + all_, recomputed=costs.recomputed + again,
+        beside_path=(beside[0] + all_, beside[1] + again), saved=(saved[0] + all_, saved[1] + again),
+    )  # fmt: skip
+    limit = Memory(1, whole).of_pass(0, 0, job.rows, False)
     plan = fitting(batch, Memory(int(limit * job.limit), whole))
     return {"layers": layers, "cut_bytes": limit} | (_of_plan(plan) if plan else {"fits": False})
 

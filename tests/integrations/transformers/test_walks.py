@@ -49,8 +49,11 @@ def test_costs_are_those_of_the_model(costs):
     assert inputs < costs.recomputed < costs.graph / 3
     model = enable(make_model(num_hidden_layers=6)).train()
     plain = dualkv.measure_rows(forward_of(model), torch.arange(3, 60), rows=32)
-    assert plain == costs._replace(recomputed=plain.graph)
-    assert plain.graph == pytest.approx(costs.graph)
+    assert plain.recomputed == plain.graph == pytest.approx(costs.graph)
+    assert (plain.kept, plain.path, plain.kv_heads) == (costs.kept, costs.path, config.num_key_value_heads)
+    for (all_, again), most in ((costs.beside_path, costs.recomputed), (costs.saved, costs.beside_path[1])):
+        assert inputs <= again < most, "less than at the peak: in attention, and at the end of the forward"
+        assert again < all_ < costs.graph
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -84,7 +87,7 @@ def test_layers_keep_all_where_there_is_room(costs):
     ran = []
     model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: ran.append(torch.is_grad_enabled()))
     chosen = []
-    for row in (costs, costs._replace(graph=1.5 * costs.recomputed)):
+    for row in (costs, costs._replace(graph=1.5 * costs.recomputed, beside_path=None, saved=None)):
         memory = dualkv.Memory(700_000, row)
         parts = plan_parts(batch, memory)
         ran.clear()
