@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # what __getattr__ brings
     from dualkv.canary import packed_vs_separate
     from dualkv.observer import observe
     from dualkv.ops.compat import flash_attn_dualkv_varlen_func
+    from dualkv.recompute_passes import RecomputePasses
 
 __version__ = "0.2.0"
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "MicroBatch",
     "PackedBatch",
     "PackedSequences",
+    "RecomputePasses",
     "RowCosts",
     "attention",
     "flash_attn_dualkv_varlen_func",
@@ -56,7 +58,7 @@ __all__ = [
 ]
 
 
-# Where __getattr__ finds names. `import dualkv` brings all but the last three at once, the command line none.
+# Where __getattr__ finds names. `import dualkv` brings all but the last four at once, the command line none.
 _MODULES = {
     "Memory": "data.memory",
     "RowCosts": "data.memory",
@@ -81,6 +83,7 @@ _MODULES = {
     "walk_whole": "walks",
     "packed_vs_separate": "canary",
     "observe": "observer",
+    "RecomputePasses": "recompute_passes",
     "flash_attn_dualkv_varlen_func": "ops.compat",
 }
 

@@ -33,6 +33,7 @@ ROWS: dict[tuple[str, ...], tuple[str, ...]] = {
         "dualkv/packed_rows.py",
         "dualkv/observer.py",
         "dualkv/progress.py",
+        "dualkv/recompute_passes.py",
         "dualkv/row_costs.py",
         "dualkv/sequence_parallel.py",
         "dualkv/walks.py",
