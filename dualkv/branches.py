@@ -308,11 +308,17 @@ class Branch(PackedRows):
         kv_heads: the fewest of the attention layers that ran, 0 if none did.
     """
 
-    def __init__(self, part: TreePart, above: Sequence[Branch] = (), keeping: Keeping | None = None) -> None:
-        """above: the branches of `part.path`."""
+    def __init__(
+        self,
+        part: TreePart,
+        above: Sequence[Branch] = (),
+        keeping: Keeping | None = None,
+        modes: dict[Any, bool] | None = None,
+    ) -> None:
+        """above: the branches of `part.path`; modes: the modes of the walk's modules, noted by :meth:`check_mode`."""
         self.part, self.layout, self._above = part, part.seen, tuple(above)
         self.num_tokens, self.keeps_all = len(part.rows), part.keeps_all
-        self._keeping = keeping or Keeping()
+        self._keeping, self._modes = keeping or Keeping(), {} if modes is None else modes
         self._kept: dict[Hashable, Kept] = {}
         self.kv_heads = 0
         self.anchor = torch.zeros((), requires_grad=True)
@@ -415,6 +421,16 @@ class Branch(PackedRows):
                 "a walk with gradients came to a layer without them, which would lose those of kept keys and values:"
                 " gradient checkpointing needs use_reentrant=False, and models that run layers under torch.no_grad in a"
                 " step cannot be walked"
+            )
+
+    def check_mode(self, module: Any) -> None:
+        """Raises ValueError if a module is in training mode in one pass of a walk, and not in another: both passes of a
+        part are one function."""
+        if self._modes.setdefault(module, module.training) != module.training:
+            now, before = ("training" if mode else "evaluation" for mode in (module.training, not module.training))
+            raise ValueError(
+                f"{type(module).__name__} is in {now} mode in a pass of a walk, and was in {before} mode in one before,"
+                " expected one mode until the backward is done: call train() or eval() before the walk"
             )
 
     def call_of(self, layer: Hashable) -> int:

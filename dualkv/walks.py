@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import takewhile
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -48,7 +49,7 @@ class Pass:
         has_graph: whether it has one. Passes of trunks that come first have none.
     """
 
-    def __init__(self, branch: Branch, has_graph: bool, state: _Random) -> None:
+    def __init__(self, branch: Branch, has_graph: bool, state: _State) -> None:
         self.branch, self.has_graph, self._state = branch, has_graph, state
         self._running = ExitStack()
         self.done = False
@@ -92,7 +93,7 @@ class Pass:
         self._running.enter_context(torch.set_grad_enabled(self.has_graph))
         if torch.is_autocast_enabled(self.part.device.type):
             torch.clear_autocast_cache()  # weights cast without a graph would have no gradient in the next pass
-        self._running.enter_context(self._state.of(self.part))
+        self._running.enter_context(self._state.random_numbers(self.part))
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -125,21 +126,35 @@ class Pass:
         self.done = True
 
 
-class _Random:
-    """The random numbers of a walk: the second pass of a trunk draws those of the first one."""
+class _State:
+    """What the passes of a walk have in common.
+
+    Attributes:
+        training: whether trunks run twice.
+        again: whether the parts ran before, in a walk without a graph whose random numbers each of them draws again.
+        trunks: branches of trunks that keep their tensors from that walk on.
+        modes: whether modules train (:meth:`dualkv.branches.Branch.check_mode`).
+    """
 
     def __init__(self, training: bool) -> None:
-        self.training = training
-        self._states: dict[int, list[torch.Tensor]] = {}
+        self.training, self.again = training, False
+        self.trunks: dict[int, Branch] = {}
+        self.modes: dict[Any, bool] = {}
+        self._random: dict[int, list[torch.Tensor]] = {}
 
-    def of(self, part: TreePart) -> AbstractContextManager[None]:
-        """Make the context of a pass."""
-        if not (self.training and part.is_trunk):
-            return nullcontext()
-        if part.index not in self._states:
-            self._states[part.index] = _random_states(part.device)
-            return nullcontext()
-        return _drawing_again(self._states.pop(part.index), part.device)
+    def then(self) -> _State:
+        """Return the state of the walk with graphs that follows one without."""
+        found = _State(True)
+        found.again, found.trunks, found.modes, found._random = True, self.trunks, self.modes, self._random
+        return found
+
+    def random_numbers(self, part: TreePart) -> AbstractContextManager[None]:
+        """Make the context of a pass: the second pass of a part draws the random numbers of the first one."""
+        if part.index in self._random and (self.again or self.training):
+            return _drawing_again(self._random[part.index], part.device)
+        if part.is_trunk or not self.training:
+            self._random[part.index] = _random_states(part.device)
+        return nullcontext()
 
 
 def _random_states(device: torch.device) -> list[torch.Tensor]:
@@ -210,7 +225,7 @@ def walk_passes(
         if group is None:
             raise
         refusal = error
-    own = _own_passes(parts, keeping or Keeping(), training)
+    own = _own_passes(parts, keeping or Keeping(), _State(training))
     if group is None:
         yield from own
         return
@@ -234,17 +249,26 @@ def walk_passes(
     next(own, None)  # checks that the last one was run
 
 
-def _own_passes(parts: Sequence[TreePart], keeping: Keeping, training: bool) -> Iterator[Pass]:
-    state = _Random(training)
+def _own_passes(parts: Sequence[TreePart], keeping: Keeping, state: _State) -> Iterator[Pass]:
     trunks: dict[int, Branch] = {}
-    for part, has_graph in _order(parts, training):
+    # The trunks that wait in a walk with graphs before any pass has one; such a walk may follow one without.
+    first = {part.index for part, _ in takewhile(lambda one: not one[1], _order(parts, True))}
+    for part, has_graph in _order(parts, state.training):
         if part.index in trunks:
             yield from _checked(Pass(trunks.pop(part.index), True, state))
             continue
-        branch = Branch(part, [trunks[index] for index, _ in part.path], keeping)
+        if part.index in state.trunks:
+            trunks[part.index] = state.trunks.pop(part.index)
+            continue
+        if not state.training:  # nothing reads the others any more
+            waiting = first | {index for index, _ in part.path}
+            trunks = {index: trunk for index, trunk in trunks.items() if index in waiting}
+        branch = Branch(part, [trunks[index] for index, _ in part.path], keeping, state.modes)
         if part.is_trunk:
             trunks[part.index] = branch
         yield from _checked(Pass(branch, has_graph, state))
+    if not state.training:
+        state.trunks.update((index, trunks[index]) for index in first)
 
 
 def _order(parts: Sequence[TreePart], training: bool) -> Iterator[tuple[TreePart, bool]]:
@@ -281,7 +305,7 @@ def _empty(kind: str, device: torch.device | str) -> Pass:
     layout = Layout.from_segments([0, 1], [-1], device)
     ids = torch.zeros(1, 1, dtype=torch.int64, device=layout.device)
     (part,) = plan_parts(PackedSequences(ids, layout, row, row + 1, row > 0), 1)
-    return Pass(Branch(part), kind == "G", _Random(kind == "G"))
+    return Pass(Branch(part), kind == "G", _State(kind == "G"))
 
 
 def _checked(one: Pass) -> Iterator[Pass]:
@@ -365,7 +389,8 @@ def walk_values(
 
     A first walk computes the values without a graph. When their gradients arrive, a second walk carries them into the
     model, with the random numbers and the autocast of the first one. This is exact for any differentiable loss. It
-    costs one more forward of all rows, unless the batch fits into one part. Parameters must not change in between.
+    costs one more forward of all rows but those of the first trunks, whose keys and values wait, unless the batch fits
+    into one part. Parameters must not change in between.
 
     Args:
         batch, budget, gradients, on_host: as for :func:`walk`.
@@ -377,11 +402,12 @@ def walk_values(
         [N] or [N, K], the values of all tokens, in the order of `torch.cat(batch.unpack(...))`.
 
     Raises:
-        ValueError, TypeError: as :func:`walk`; values of another form, and a batch that counts no token.
+        ValueError, TypeError: as :func:`walk`; values of another form, and a batch that counts no token; by the
+            backward for a transformers model that was in training mode in one of the walks, and not in the other.
     """
     parts = _parts(batch, budget)
     _check_functions(forward=(forward, "(input_ids, branch)"), values=(values, "(what forward returned, part)"))
-    keeping, training = Keeping(gradients, on_host), torch.is_grad_enabled()
+    keeping, training, first = Keeping(gradients, on_host), torch.is_grad_enabled(), _State(False)
     if not batch._mask.any():
         raise ValueError("batch counts no token of any sequence, expected at least one: there are no values")
 
@@ -402,7 +428,7 @@ def walk_values(
     def compute() -> torch.Tensor:
         """Run the walk without a graph."""
         places, found = list[torch.Tensor](), list[torch.Tensor]()
-        for one in walk_passes(batch, parts, keeping):
+        for one in _own_passes(parts, keeping, first):
             with one:
                 if one.has_loss:
                     found.append(checked(one))
@@ -414,7 +440,7 @@ def walk_values(
 
     def carry(of_values: torch.Tensor) -> None:
         """Run the walk with graphs, from the gradients of the values."""
-        for one in walk_passes(batch, parts, keeping):
+        for one in _own_passes(parts, keeping, first.then()):
             loss = None
             with one:
                 if one.has_loss:
@@ -443,17 +469,16 @@ class _Carried(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: torch.Tensor, compute: Callable[[], torch.Tensor], carry: Callable[[torch.Tensor], None]
     ) -> torch.Tensor:
-        ctx.carry, ctx.device = carry, anchor.device
+        ctx.carry = carry
         kind = anchor.device.type
         ctx.autocast = {
             "device_type": kind, "dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)
         }  # fmt: skip
-        ctx.random = _random_states(anchor.device)
         return compute()
 
     @staticmethod
     def backward(ctx: Any, of_values: torch.Tensor) -> Any:
-        with torch.enable_grad(), torch.autocast(**ctx.autocast), _drawing_again(ctx.random, ctx.device):
+        with torch.enable_grad(), torch.autocast(**ctx.autocast):
             ctx.carry(of_values)
         return None, None, None
 

@@ -152,8 +152,10 @@ def _enter_decoder(
         return None
     packed = _checked(layout)
     selfcheck.refuse_unproved(module, packed)
-    if isinstance(packed, Branch) and packed.keeps_all:
-        checkpointing.keep_all(module, packed.at_end)
+    if isinstance(packed, Branch):
+        packed.check_mode(module)
+        if packed.keeps_all:
+            checkpointing.keep_all(module, packed.at_end)
     name = type(module).__name__
     if type(module) not in patching.PREPARED:  # an unpickled model, before any `enable` of this process
         recurrent.install(module)

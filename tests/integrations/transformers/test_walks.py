@@ -217,37 +217,51 @@ def test_passes_that_are_left_out_are_refused():
 
 
 # ---------------------------------------------------------------- losses of whole sequences
+def gspo(logp, of, lens):
+    """A ratio of each sequence's mean, clipped."""
+    old = torch.linspace(-6, -1, len(of))
+    ratio = (logp.new_zeros(len(lens)).index_add(0, of, logp - old) / lens.clamp(min=1)).exp()
+    advantages = torch.linspace(-1, 1, len(lens))
+    return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.3) * advantages).mean()
+
+
+def of_groups(logp, of, lens):
+    """Means of sequences, each over the largest of its group of three."""
+    means = logp.new_zeros(len(lens)).index_add(0, of, logp) / lens.clamp(min=1)
+    return torch.stack([(group - group.detach().max()).softmax(0)[0].log() for group in means.split(3)]).mean()
+
+
+def dpo(logp, of, lens):
+    """Pairs of sequences: first and last, second and last but one, and so on."""
+    sums = logp.new_zeros(len(lens)).index_add(0, of, logp)
+    return -torch.nn.functional.logsigmoid(0.3 * (sums - sums.flip(0))[: len(lens) // 2]).mean()
+
+
+@pytest.mark.parametrize("loss", [gspo, of_groups, dpo])
 @pytest.mark.parametrize("budget", [3, 7, 100])
-def test_losses_of_whole_sequences(budget):
-    """GSPO: a ratio of each sequence's mean, clipped, over sequences that parts cut anywhere."""
+def test_losses_of_whole_sequences(budget, loss):
+    """Over sequences that parts cut anywhere: their sums and means, groups and pairs of them."""
     batch = packed()
     lens = torch.tensor(batch.trained_lens)
-    of = torch.repeat_interleave(torch.arange(len(lens)), lens)
-    old = torch.linspace(-6, -1, len(of))
-    advantages = torch.linspace(-1, 1, len(lens))
-
-    def gspo(logp):
-        means = logp.new_zeros(len(lens)).index_add(0, of, logp - old) / lens.clamp(min=1)
-        ratio = means.exp()
-        return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.3) * advantages).mean()
+    loss = partial(loss, of=torch.repeat_interleave(torch.arange(len(lens)), lens), lens=lens)
 
     def values(model, hidden, part):
         return part.expand(dualkv.response_logprobs(hidden, model.lm_head.weight, part)[0])
 
     model, other = (enable(make_model()).train() for _ in range(2))
     hidden = forward_of(model)(batch.input_ids, batch.layout)
-    wanted = gspo(torch.cat(batch.unpack(dualkv.response_logprobs(hidden, model.lm_head.weight, batch)[0])))
+    wanted = loss(torch.cat(batch.unpack(dualkv.response_logprobs(hidden, model.lm_head.weight, batch)[0])))
     wanted.backward()
-    found = dualkv.walk_whole(batch, budget, forward_of(other), partial(values, other), gspo)
+    found = dualkv.walk_whole(batch, budget, forward_of(other), partial(values, other), loss)
     assert_close("loss", found, wanted.detach(), 1e-5)
     for parameter, gradient in gradients(model).items():
         assert_close(parameter, gradients(other)[parameter], gradient, 1e-5)
     with torch.no_grad():
         assert_close(
-            "loss", dualkv.walk_whole(batch, budget, forward_of(other), partial(values, other), gspo), wanted, 1e-5
+            "loss", dualkv.walk_whole(batch, budget, forward_of(other), partial(values, other), loss), wanted, 1e-5
         )
     with pytest.raises(ValueError, match="values returned a tensor of shape"):
-        dualkv.walk_whole(batch, budget, forward_of(other), lambda hidden, part: hidden.sum(), gspo)
+        dualkv.walk_whole(batch, budget, forward_of(other), lambda hidden, part: hidden.sum(), loss)
 
 
 @pytest.mark.parametrize("budget", [3, 100])
@@ -289,6 +303,46 @@ def test_values_whose_backward_is_a_walk(budget):
     assert float(more - less) / 2e-6 == pytest.approx(slope, rel=1e-5)
     with pytest.raises(ValueError, match="batch counts no token"):
         dualkv.walk_values(dualkv.pack_sequences([[1, 2]], [[0, 0]]), budget, forward, values)
+
+
+def test_first_trunks_wait_for_the_gradients():
+    """A prompt in two trunks runs without a graph once, not in both walks; other trunks do in both."""
+    batch, model = dualkv.pack_sequences(*group(9, [3, 9, 9])), enable(make_model()).train()
+    ran = []
+
+    def forward(ids, branch):
+        ran.append((branch.part.index, torch.is_grad_enabled()))
+        return forward_of(model)(ids, branch)
+
+    def values(hidden, part):
+        return part.expand(dualkv.response_logprobs(hidden, model.lm_head.weight, part)[0])
+
+    trunks = {part.index: part.path_rows for part in plan_parts(batch, 5) if part.is_trunk}
+    assert [rows for rows in trunks.values() if rows < 9] == [0, 5]
+    assert len(trunks) > 2
+    found = dualkv.walk_values(batch, 5, forward, values)
+    first = found.detach().clone()
+    for times in (1, 2):
+        ran.clear()
+        found.pow(2).sum().backward(retain_graph=True)
+        for index, rows in trunks.items():
+            assert ran.count((index, False)) == (rows >= 9 or times == 2), "a second backward finds none"
+            assert ran.count((index, True)) == 1
+    assert torch.equal(found, first)
+
+
+def test_another_mode_in_the_backward_is_refused():
+    batch, model = packed(), enable(make_model()).train()
+
+    def values(hidden, part):
+        return part.expand(dualkv.response_logprobs(hidden, model.lm_head.weight, part)[0])
+
+    found = dualkv.walk_values(batch, 7, forward_of(model), values)
+    model.eval()
+    with pytest.raises(ValueError, match="Model is in evaluation mode in a pass of a walk, and was in training mode"):
+        found.sum().backward()
+    model.train()
+    found.sum().backward()
 
 
 # ---------------------------------------------------------------- updates
