@@ -127,7 +127,7 @@ class Pass:
 
 
 class _State:
-    """What the passes of a walk have in common.
+    """The common state of the passes of a walk.
 
     Attributes:
         training: whether trunks run twice.

@@ -187,7 +187,8 @@ def row_costs(model: str) -> RowCosts:
     graph = 17 * hidden + 8 * mlp + 10 * (q + kv)
     recomputed = 20 * hidden + 12 * mlp + 10.5 * (q + kv)
     pairs = (2 * hidden * (q + kv) + 3 * hidden * mlp) / (2 * q)
-    return RowCosts(layers * 12 * kv, 12 * q + 8 * kv, layers * graph, 2 * layers * hidden + recomputed, pairs, kv_heads)
+    of_layers = layers * graph, 2 * layers * hidden + recomputed
+    return RowCosts(layers * 12 * kv, 12 * q + 8 * kv, *of_layers, pairs, kv_heads)
 
 
 @dataclass(frozen=True)

@@ -240,7 +240,7 @@ def dpo(logp, of, lens):
 @pytest.mark.parametrize("loss", [gspo, of_groups, dpo])
 @pytest.mark.parametrize("budget", [3, 7, 100])
 def test_losses_of_whole_sequences(budget, loss):
-    """Over sequences that parts cut anywhere: their sums and means, groups and pairs of them."""
+    """Parts cut the sequences anywhere, whose sums and means, groups and pairs the losses take."""
     batch = packed()
     lens = torch.tensor(batch.trained_lens)
     loss = partial(loss, of=torch.repeat_interleave(torch.arange(len(lens)), lens), lens=lens)
