@@ -23,9 +23,12 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import AttentionInterface
 
 from dualkv import grpo
+from dualkv.bench.run import environment
+from dualkv.bench.timing import Meter
 from dualkv.data.rollouts import LocalTokenizer, Rollouts, load_tokenizer, read_rollouts
 from dualkv.demo.update import WAYS
 from dualkv.integrations.transformers import enable
@@ -343,6 +346,32 @@ def longest_question(task, entries):
     return max(len(task.encode(entry)) for entry in entries)
 
 
+def machine(args):
+    """Date, commit, GPU, driver and versions."""
+    found = environment(Meter() if args.device == "cuda" else None)
+    found["versions"]["transformers"] = transformers.__version__
+    return found
+
+
+def begin_log(args, task, trainer="real_model.py"):
+    """The first line of a log."""
+    settings = {k: str(v) if isinstance(v, Path | torch.dtype) else v for k, v in vars(args).items()}
+    about = {"settings": settings, "trainer": trainer, "prefix": len(task.prefix), "examples": task.num_examples}
+    write(args.out, about | machine(args), "w")
+
+
+def write(folder, line, mode="a"):
+    """Add a line to the log in a run's folder."""
+    print(json.dumps({k: v for k, v in line.items() if k != "crc"}), flush=True)
+    with open(folder / "log.jsonl", mode) as file:
+        print(json.dumps(line), file=file)
+
+
+def checksums(responses):
+    """A number for each response, the same in all runs."""
+    return [zlib.crc32(str(r).encode()) for rs in responses for r in rs]
+
+
 def train(args):
     model = load_model(args.model, args.dtype, torch.device(args.device), args.seed)
     tokenizer = LocalTokenizer(args.model)
@@ -368,17 +397,9 @@ def train(args):
         trainer.weights.load(state)
         trainer.updates = begin
 
-    def write(line, mode="a"):
-        print(json.dumps({k: v for k, v in line.items() if k != "crc"}), flush=True)
-        with open(args.out / "log.jsonl", mode) as file:
-            print(json.dumps(line), file=file)
-
     if not begin:
-        settings = {k: str(v) if isinstance(v, Path | torch.dtype) else v for k, v in vars(args).items()}
-        name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
-        write({"settings": settings, "prefix": len(task.prefix), "examples": task.num_examples,
-               "device": name, "torch": torch.__version__}, "w")  # fmt: skip
-        write({"update": 0} | evaluate(judge, task, task.held_out, adapted))
+        begin_log(args, task)
+        write(args.out, {"update": 0} | evaluate(judge, task, task.held_out, adapted))
     for update in range(begin, args.updates):
         start = now()
         entries = first[update * args.groups : (update + 1) * args.groups]
@@ -394,19 +415,19 @@ def train(args):
         generated = now()
         logged = trainer.update(rollouts)
         flat, lens = [r for group in rewards for r in group], rollouts.response_lens
-        write({
+        write(args.out, {
             "update": update + 1, "reward": mean(flat), "accuracy": mean(r == 1 for r in flat),
             "mixed_groups": mean(len(set(group)) > 1 for group in rewards),
             "response_len": mean(lens), "longest": max(lens), **logged,
             "generate_s": generated - start, "step_s": now() - start,
-            "crc": [zlib.crc32(str(r).encode()) for rs in responses for r in rs],
+            "crc": checksums(responses),
         })  # fmt: skip
-        if update % 50 == 0:
+        if update % 10 == 0:
             with open(args.out / "rollouts.jsonl", "a" if update else "w") as file:
                 for ids, rs, reward in zip(asked, responses, rewards, strict=True):
                     print(json.dumps({"prompt": task.prefix + ids, "responses": rs, "rewards": reward}), file=file)
         if (update + 1) % args.eval_every == 0 or update + 1 == args.updates:
-            write({"update": update + 1} | evaluate(judge, task, task.held_out, adapted))
+            write(args.out, {"update": update + 1} | evaluate(judge, task, task.held_out, adapted))
         if args.save_every and (update + 1) % args.save_every == 0:
             torch.save(trainer.weights.state() | {"updates": update + 1}, saved.with_suffix(".part"))
             saved.with_suffix(".part").replace(saved)
@@ -446,8 +467,7 @@ def measure(args):
             logged = trainers[way].update(rollouts)
             if turn:  # the first one loads kernels
                 found[way].append(logged)
-    result = {"device": torch.cuda.get_device_name() if args.device == "cuda" else "CPU", "torch": torch.__version__}
-    result |= {"groups": args.groups, "budget": args.budget, "turns": args.turns}
+    result = machine(args) | {"groups": args.groups, "budget": args.budget, "turns": args.turns}
     for way, lines in found.items():
         times = sorted(line["update_s"] for line in lines)
         result[way] = {"median_s": times[len(times) // 2], "least_s": times[0], "most_s": times[-1],

@@ -1,12 +1,14 @@
 """Attention of sequences end to end in one row, as transformers calls it: what the benchmarks measure against.
 
-:data:`NAME` is what transformers knows it by. On a GPU one call of FlashAttention-4 for ragged lengths runs, elsewhere
-and in fp32 PyTorch's scaled_dot_product_attention, sequence by sequence.
+:data:`NAME` is what transformers knows it by. On a GPU one call of FlashAttention-4 for ragged lengths runs, or
+PyTorch's FlashAttention-2 where that is not installed; elsewhere and in fp32 PyTorch's scaled_dot_product_attention,
+sequence by sequence.
 """
 
 from __future__ import annotations
 
 import itertools
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,6 +59,11 @@ def attend(
     if ragged.keys is not None:
         k, v = k.index_select(0, ragged.keys), v.index_select(0, ragged.keys)
     if q.device.type == "cuda" and q.dtype != torch.float32:
+        if find_spec("flash_attn") is None:
+            out, *_ = torch.ops.aten._flash_attention_forward(
+                q, k, v, ragged.ends_q, ragged.ends_k, *ragged.longest, 0.0, True, False, scale=scaling
+            )
+            return out[None], None
         from flash_attn.cute.interface import flash_attn_varlen_func
 
         out = flash_attn_varlen_func(

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 import typer
 from rich.progress import track
-from tensordict import NonTensorData, TensorDict
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
@@ -28,7 +27,7 @@ from dualkv.demo.sampling import sample_responses
 from dualkv.grpo import group_advantages
 from tools.bench.record import JsonPath, Record
 from tools.bench.symbols import SYMBOLS, Task
-from tools.bench.verl import Settings, make_worker
+from tools.bench.verl import Settings, log_probs_of, make_batch, make_worker, set_log_probs
 from tools.bench.verl_options import Algorithm, Engine
 
 MODEL = {
@@ -44,28 +43,6 @@ MODEL = {
     "initializer_range": 0.05,
     "architectures": ["Qwen3ForCausalLM"],
 }
-
-
-def make_batch(task: Task, prompts: torch.Tensor, responses: torch.Tensor, rewards: torch.Tensor) -> TensorDict:
-    """veRL's batch without padding, but for the old log-probs."""
-    n = task.groups * task.responses
-    flat, repeated = responses.flatten(0, 1), prompts.repeat_interleave(task.responses, 0)
-    ones = torch.ones_like(flat)
-    advantages = group_advantages(rewards.flatten(), [task.responses] * task.groups)
-    rows = {
-        "input_ids": torch.cat([repeated, flat], 1),
-        "position_ids": torch.arange(task.prompt_len + task.response_len).repeat(n, 1),
-        "prompts": repeated,
-        "responses": flat,
-        "response_mask": ones,
-        "loss_mask": ones,
-        "advantages": advantages.float()[:, None].repeat(1, task.response_len),
-    }
-    nested = {name: torch.nested.as_nested_tensor(list(x), layout=torch.jagged) for name, x in rows.items()}
-    data = TensorDict(nested, batch_size=[n])
-    lengths = [task.prompt_len + task.response_len] * n
-    tu.assign_non_tensor(data, temperature=1.0, calculate_entropy=False, global_token_num=NonTensorData(lengths))
-    return data
 
 
 def save_model(folder: Path, seed: int, head_dim: int = 16) -> None:
@@ -121,16 +98,21 @@ def train(settings: Settings, task: Task, folder: Path, seed: int) -> Iterator[i
         responses = torch.stack([torch.stack(group) for group in sampled])
         scores = task.rewards(prompts, responses)
         yield round(float(scores.mean()) * responses.numel())
-        data = make_batch(task, prompts, responses, scores)
-        scored = data.clone()
-        tu.assign_non_tensor(scored, compute_loss=False)
-        old = worker.infer_batch(scored)["log_probs"].values().reshape(len(data), -1)
-        old = old[:, task.prompt_len - 1 : -1].cpu()
-        data["old_log_probs"] = torch.nested.as_nested_tensor(list(old), layout=torch.jagged)
-        data["ref_log_prob"] = data["old_log_probs"].clone()
+        flat, repeated = responses.flatten(0, 1), prompts.repeat_interleave(task.responses, 0)
+        advantages = group_advantages(scores.flatten(), [task.responses] * task.groups).float()
+        data = make_batch(list(repeated), list(flat), list(torch.ones_like(flat)), advantages)
+        set_log_probs(data, log_probs_of(data, worker), "old_log_probs", "ref_log_prob")
         size = len(data)
         tu.assign_non_tensor(data, mini_batch_size=size, global_batch_size=size, dataloader_kwargs={"shuffle": False})
         worker.train_mini_batch(data)
+
+
+def one_process() -> bool:
+    """Make the process group of one rank; whether there is a GPU."""
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    cuda = get_device_name() == "cuda"
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return cuda
 
 
 def main(
@@ -144,10 +126,7 @@ def main(
 ) -> None:
     """Train with both engines and write how many tokens of each update were rewarded."""
     task = Task(prompt_len=prompt_len)
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    cuda = get_device_name() == "cuda"
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-    record = Record(json_to, cuda)
+    record = Record(json_to, one_process())
     settings = settings_for(task, updates, learning_rate, dtype)
     rewarded = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -270,7 +270,14 @@ def make_rollouts(s: Common, vocab: int, rank: int) -> TensorDict:
         prompts = list(rows)
         responses = list(torch.randint(vocab, (n, s.response_len), generator=generator))
         masks = [torch.ones_like(response) for response in responses]
-    advantages = torch.randn(len(prompts), generator=generator)
+    return make_batch(prompts, responses, masks, torch.randn(len(prompts), generator=generator))
+
+
+def make_batch(
+    prompts: list[torch.Tensor], responses: list[torch.Tensor], masks: list[torch.Tensor], advantages: torch.Tensor
+) -> TensorDict:
+    """veRL's batch without padding, of B times [P_i] and [R_i] with masks of the tokens that count, and advantages [B];
+    with old log-probs that are nearly those of random weights."""
     lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
     tensors: dict[str, list[torch.Tensor]] = {
         "input_ids": [torch.cat(pair) for pair in zip(prompts, responses, strict=True)],
@@ -289,23 +296,39 @@ def make_rollouts(s: Common, vocab: int, rank: int) -> TensorDict:
     return data
 
 
-def whole_batch(s: Common, worker: Any) -> TensorDict:
-    """The rollouts of `s`, as one batch that the worker takes."""
-    data = make_rollouts(s, worker.model_config.hf_config.vocab_size, worker.engine.get_data_parallel_rank())
+def one_update(s: Common, data: TensorDict) -> TensorDict:
+    """The rollouts, as one batch that a worker takes."""
     tu.assign_non_tensor(data, mini_batch_size=len(data), global_batch_size=len(data), use_dynamic_bsz=True)
     tu.assign_non_tensor(data, max_token_len_per_gpu=s.max_tokens, dataloader_kwargs={"shuffle": False})
     return data
 
 
-def log_probs_on(s: Common, worker: Any) -> list[torch.Tensor]:
-    """Compute the log-probs of the responses of `s`, fp32, by the worker's forward; none on a rank whose output veRL
-    does not take."""
-    data = whole_batch(s, worker)
+def whole_batch(s: Common, worker: Any) -> TensorDict:
+    """The rollouts of `s`, as one batch that the worker takes."""
+    vocab = worker.model_config.hf_config.vocab_size
+    return one_update(s, make_rollouts(s, vocab, worker.engine.get_data_parallel_rank()))
+
+
+def log_probs_of(data: TensorDict, worker: Any) -> list[torch.Tensor]:
+    """Compute the log-probs of the responses of a batch, fp32, by the worker's forward; none on a rank whose output
+    veRL does not take."""
+    data = data.copy()
     tu.assign_non_tensor(data, compute_loss=False)
     lens = (data[name].offsets().diff().tolist() for name in ("prompts", "responses"))
     found = worker.infer_batch(data)
     rows = zip(found["log_probs"].unbind(), *lens, strict=True) if found is not None else ()
     return [row[p - 1 : p - 1 + r].float() for row, p, r in rows]
+
+
+def log_probs_on(s: Common, worker: Any) -> list[torch.Tensor]:
+    """Compute the log-probs of the responses of `s` (:func:`log_probs_of`)."""
+    return log_probs_of(whole_batch(s, worker), worker)
+
+
+def set_log_probs(data: TensorDict, log_probs: list[torch.Tensor], *names: str) -> None:
+    given = [x.to(data["responses"].device) for x in log_probs]
+    for name in names:
+        data[name] = torch.nested.as_nested_tensor(given, layout=torch.jagged)
 
 
 def gradients_on(
@@ -319,9 +342,7 @@ def gradients_on(
     set_loss(worker, s, **UNCLIPPED)
     engine, found = worker.engine, dict[str, torch.Tensor]()
     data = whole_batch(s, worker)
-    given = [x.to(data["old_log_probs"].device) for x in old_log_probs]
-    for name in ("old_log_probs", "ref_log_prob"):
-        data[name] = torch.nested.as_nested_tensor(given, layout=torch.jagged)
+    set_log_probs(data, old_log_probs, "old_log_probs", "ref_log_prob")
 
     def keep() -> float:
         for name, weight in engine.module.named_parameters():
