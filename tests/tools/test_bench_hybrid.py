@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from dualkv.integrations.transformers.recurrent import seams
+from dualkv.integrations.recurrent import rules
 from tools.bench import hybrid, train_hybrid
 from tools.bench.hybrid import Groups
 from tools.bench.step import Sizes
@@ -21,7 +21,7 @@ GROUPS = Groups(groups=1, responses=2, prompt_len=8, response_len=4)
 def test_parts():
     """The test takes 10 s: the functions of PyTorch loop over the rows of a chunk."""
     parts = ["mixer", "shares", "step", "distance"]
-    before = seams.convolve, seams.scan
+    before = rules.convolve, rules.scan
     *_, figures = hybrid.measure(SIZES, GROUPS, GROUPS, parts, torch.device("cpu"))
     assert not [part for part in parts if "error" in figures[part]]
     assert figures["mixer"]["rows"] == 8 + 3 * 5
@@ -34,7 +34,7 @@ def test_parts():
     assert figures["step"]["times_as_fast"] > 0
     for distances in (figures["distance"][way] for way in ("packed", "replicated")):
         assert max(distances.values()) < 1e-5
-    assert (seams.convolve, seams.scan) == before
+    assert (rules.convolve, rules.scan) == before
 
 
 def test_both_ways_of_the_training_sample_the_same():

@@ -38,7 +38,7 @@ from dualkv.bench.run import in_words
 from dualkv.data.rollouts import Rollouts
 from dualkv.demo.update import ModelBatch, packed_batches, replicated_batches
 from dualkv.integrations import patching
-from dualkv.integrations.recurrent import kernels, waves
+from dualkv.integrations.recurrent import kernels, rules, waves
 from dualkv.integrations.transformers import disable, enable, recompute_layers
 from dualkv.integrations.transformers.recurrent import install, on_reference, seams
 from dualkv.layout import Layout
@@ -157,7 +157,7 @@ def mixer(model: Any, sizes: Sizes) -> dict[str, Any]:
         return seconds_of(layer, x, layout, gradient)
 
     def call_alone() -> float:
-        with mock.patch.multiple(seams, scan=one_call, convolve=one_row, convolve_at_once=one_row):
+        with mock.patch.multiple(rules, scan=one_call, convolve=one_row, convolve_at_once=one_row):
             return call()
 
     packed, single = in_turns([call, call_alone], sizes)

@@ -4,6 +4,7 @@ Qwen3-8B's shape, cut to some layers, as megatron-core builds it from its local 
 with random weights in bf16. Whole layers are recomputed. An update is the forward and backward of all micro-batches;
 the optimizer is left out. The local spec's own attention holds the scores of all pairs, so replicated sequences run the
 fastest attention of PyTorch and FlashAttention-4 that the machine has, in the place of megatron-core's core attention.
+With `--model qwen3.5-9b` three of four layers are gated delta nets, by flash-linear-attention's kernels in all ways.
 Cases: of :data:`CASES`. Ways:
 
 - packed; the head runs on the rows that predict response tokens.
@@ -19,11 +20,12 @@ megatron-core's schedule. Data-parallel ranks run one each, and megatron-core's 
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -80,11 +82,26 @@ def start() -> None:
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
+def with_nets(spec: Any, is_net: Sequence[Any], norm: Any) -> Any:
+    """Make a block of layers of a local spec, some with a gated delta net in place of attention. megatron-core's own
+    function for that takes the modules of Transformer Engine alone."""
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    net = copy.deepcopy(spec)
+    parts = GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=norm, out_proj=RowParallelLinear)
+    net.submodules.self_attention = ModuleSpec(GatedDeltaNet, submodules=parts)
+    return TransformerBlockSubmodules([net if one else spec for one in is_net], norm)
+
+
 def make_model(run: Run, tp: int = 1, cp: int = 1, pp: int = 1) -> Any:
     """This rank's part of a GPTModel from an enabled local spec, in new groups of ranks."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from dualkv.integrations.megatron import enable
@@ -94,7 +111,18 @@ def make_model(run: Run, tp: int = 1, cp: int = 1, pp: int = 1) -> Any:
     parallel_state.initialize_model_parallel(tp, pp, context_parallel_size=cp)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     torch.manual_seed(0)
-    shape = run.model
+    shape, hybrid = run.model, {}
+    if (nets := shape.nets) is not None:
+        hybrid = {
+            "experimental_attention_variant": "gated_delta_net",
+            "linear_attention_freq": nets.interval,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": nets.key_dim,
+            "linear_value_head_dim": nets.value_dim,
+            "linear_num_key_heads": nets.key_heads,
+            "linear_num_value_heads": nets.value_heads,
+            "attention_output_gate": True,
+        }
     config = TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -126,10 +154,15 @@ def make_model(run: Run, tp: int = 1, cp: int = 1, pp: int = 1) -> Any:
         recompute_granularity="full",
         recompute_method="uniform",
         recompute_num_layers=1,
+        **hybrid,
     )
-    spec = enable(get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm"))
+    spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    if nets is not None:
+        stage, own = parallel_state.get_pipeline_model_parallel_rank(), shape.layers // pp
+        spec = with_nets(spec, shape.is_net[stage * own : (stage + 1) * own], WrappedTorchNorm)
     model = GPTModel(
-        config, spec, shape.vocabulary, 1 << 20, position_embedding_type="rope", rotary_base=1_000_000,
+        config, enable(spec), shape.vocabulary, 1 << 20, position_embedding_type="rope", rotary_base=1_000_000,
+        rotary_percent=1.0 if nets is None else 0.25,
         share_embeddings_and_output_weights=False,
         pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
     )  # fmt: skip
@@ -145,7 +178,8 @@ def attention_of_sequences(model: Any, name: str) -> Iterator[None]:
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         return stock_attention.CALLS[name](q, k, v, stock_attention.Rule()).transpose(0, 1).flatten(2)
 
-    cores = [layer.self_attention.core_attention for layer in model.decoder.layers]
+    mixers = [layer.self_attention for layer in model.decoder.layers]
+    cores = [mixer.core_attention for mixer in mixers if hasattr(mixer, "core_attention")]
     try:
         for core in cores:
             core.forward = forward
@@ -509,7 +543,7 @@ def measure_ranks(run: Run, group: Group) -> Iterator[tuple[dict[str, Any], Any]
 # ---------------------------------------------------------------- the command
 def main(
     json_to: JsonPath,
-    model: Annotated[str, typer.Option(help="A dense model of dualkv.models.CONFIGS; random weights.")] = "qwen3-8b",
+    model: Annotated[str, typer.Option(help="Dense or hybrid, of dualkv.models.CONFIGS; random weights.")] = "qwen3-8b",
     layers: Annotated[int, typer.Option(help="Of the model.")] = 8,
     cases: Annotated[str, typer.Option(help=f"Of {', '.join(CASES)}, with semicolons between.")] = ";".join(CASES),
     ways: Annotated[str, typer.Option(help=f"Of {', '.join(WAYS)}, with commas between.")] = ",".join(WAYS),

@@ -1,10 +1,10 @@
-"""Count the floating-point operations and bytes of packed groups and replicated sequences in a dense model, and how
-context parallelism divides them among ranks."""
+"""Count the floating-point operations and bytes of packed groups and replicated sequences in a dense or hybrid model,
+and how context parallelism divides them among ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -35,8 +35,20 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Nets:
+    """The sizes of gated delta nets, which all layers have in place of attention but every `interval`-th."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    interval: int
+
+
+@dataclass(frozen=True)
 class Model:
-    """The sizes of a model: its decoder's layers and its head."""
+    """The sizes of a model: its decoder's layers and its head. With `nets` attention has an output gate, as in
+    Qwen3.5."""
 
     layers: int
     hidden: int
@@ -45,10 +57,16 @@ class Model:
     kv_heads: int
     head_dim: int
     vocabulary: int
+    nets: Nets | None = None
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], layers: int | None = None) -> Model:
         """Take the sizes from the settings of :data:`dualkv.models.CONFIGS`, cut to some layers."""
+        nets = None
+        if "linear_num_key_heads" in settings:
+            of_nets = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"
+            sizes = *(settings[f"linear_{name}"] for name in of_nets), settings["full_attention_interval"]
+            nets = Nets(*sizes)
         names = (
             "hidden_size",
             "intermediate_size",
@@ -57,13 +75,24 @@ class Model:
             "head_dim",
             "vocab_size",
         )
-        return cls(layers or settings["num_hidden_layers"], *(settings[name] for name in names))
+        found = cls(layers or settings["num_hidden_layers"], *(settings[name] for name in names))
+        return replace(found, nets=nets)
+
+    @property
+    def is_net(self) -> list[bool]:
+        """Whether each layer has a gated delta net in place of attention."""
+        return [self.nets is not None and (layer + 1) % self.nets.interval > 0 for layer in range(self.layers)]
 
     @property
     def weights_of_layers(self) -> int:
-        """The number of the layers' weights, without those of norms."""
-        attention = 2 * (self.heads + self.kv_heads) * self.head_dim * self.hidden
-        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+        """The number of the layers' weights, without those of norms and convolutions."""
+        columns = self.layers * 3 * self.intermediate
+        gates = 0 if self.nets is None else self.heads
+        columns += self.is_net.count(False) * (2 * (self.heads + self.kv_heads) + gates) * self.head_dim
+        if (nets := self.nets) is not None:
+            of_keys, of_values = 2 * nets.key_dim * nets.key_heads, (3 * nets.value_dim + 2) * nets.value_heads
+            columns += self.is_net.count(True) * (of_keys + of_values)
+        return columns * self.hidden
 
     @property
     def weights_of_head(self) -> int:
@@ -72,10 +101,10 @@ class Model:
 
 def flops(model: Model, group: Group, packed: bool, head_on_all_rows: bool = False) -> float:
     """Count the FLOP of a forward and a backward without recomputation: 6 for a weight and row, 12 for a pair and head
-    dim."""
+    dim. Scans of gated delta nets, some hundredths of their products, are left out."""
     rows = group.rows(packed)
     head = rows if head_on_all_rows else group.tokens
-    attention = 12 * group.pairs(packed) * model.layers * model.heads * model.head_dim
+    attention = 12 * group.pairs(packed) * model.is_net.count(False) * model.heads * model.head_dim
     return 6.0 * (model.weights_of_layers * rows + model.weights_of_head * head) + attention
 
 

@@ -134,7 +134,7 @@ COUNTED = ("moe_router_enable_expert_bias", "moe_aux_loss_coeff", "moe_z_loss_co
 RULED = """
     window_size kv_channels qk_head_dim qk_pos_emb_head_dim v_head_dim apply_rope_fusion
     pipeline_model_parallel_size virtual_pipeline_model_parallel_size variable_seq_lengths batch_p2p_comm
-    moe_router_load_balancing_type moe_expert_rank_capacity_factor"""
+    moe_router_load_balancing_type moe_expert_rank_capacity_factor experimental_attention_variant"""
 
 # Fields of a TransformerConfig: the value that packed groups need, and why. Some versions lack some of them.
 NEEDED: dict[str, tuple[Any, str]] = {
@@ -154,11 +154,11 @@ NEEDED: dict[str, tuple[Any, str]] = {
     "cache_mla_latents": (False, "packed groups run without a cache"),
     "moe_expert_capacity_factor": (None, "which tokens an expert drops depends on all rows of a micro-batch"),
     "moe_token_dropping": (False, "which tokens an expert drops depends on all rows of a micro-batch"),
-    "experimental_attention_variant": (None, "its layers would take the rows of all sequences for one sequence"),
 }
 
 
 JUDGED = frozenset(" ".join([*EXACT.values(), *NEEDED, *MEANING, *COUNTED, RULED]).split())
+VARIANTS = (None, "gated_delta_net")
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 
@@ -188,6 +188,15 @@ def objections(config: Any) -> Iterator[str]:
             yield f"{name} is {value!r}, expected its default {default!r}: what it makes of packed rows is not known"
     if config.num_moe_experts is not None:
         yield from _objections_of_experts(config)
+    variant = getattr(config, "experimental_attention_variant", None)
+    if variant not in VARIANTS:
+        yield (
+            f"experimental_attention_variant is {variant!r}, expected {' or '.join(map(repr, VARIANTS))}: its layers"
+            " would take the rows of all sequences for one sequence"
+        )
+    activation = getattr(config.activation_func, "__name__", config.activation_func)
+    if variant is not None and activation not in ("silu", "swish"):
+        yield f"activation_func is {activation}, expected silu: gated delta nets run no other"
     window = config.window_size
     if window and (window[0] < -1 or window[1] != 0):
         yield f"window_size is {tuple(window)}, expected (n, 0) or (-1, 0): causal attention sees no key to the right"

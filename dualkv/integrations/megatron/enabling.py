@@ -3,8 +3,9 @@
 `enable` takes a layer spec, before a model is built from it, or a built `GPTModel`. It puts subclasses in place of
 megatron-core's classes: of `SelfAttention` and `MLASelfAttention`, which gather the rotary frequencies by the layout's
 positions, of the core attention (`DotProductAttention` of the local spec, `TEDotProductAttention` of Transformer
-Engine's), which runs :func:`dualkv.attention`, and of experts' `TopKRouter`, which counts rollouts. None has parameters
-or state of its own, so checkpoints do not change. Calls without :class:`PackedGroups` run megatron-core's code.
+Engine's), which runs :func:`dualkv.attention`, of `GatedDeltaNet` (:mod:`.recurrent`), and of experts' `TopKRouter`,
+which counts rollouts. None has parameters or state of its own, so checkpoints do not change. Calls without
+:class:`PackedGroups` run megatron-core's code.
 
 The format of :class:`PackedGroups` is called "dualkv". An attention module of megatron-core that gets it raises an
 error: its own packed format ("thd") would run all groups as one sequence.
@@ -20,6 +21,7 @@ import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm import gated_delta_net as stock
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -34,11 +36,13 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import nn
 
 from codegen.surface import irreplaceable, unfit
-from dualkv.integrations.megatron.configs import counted, refuse, refuse_count, window_of
-from dualkv.integrations.megatron.routers import ROUTERS, RUNNING
+from dualkv.integrations import flash_linear_attention
+from dualkv.integrations.megatron.checked import Checked, refuse_beside
+from dualkv.integrations.megatron.configs import refuse, window_of
+from dualkv.integrations.megatron.recurrent import MIXERS
+from dualkv.integrations.megatron.routers import ROUTERS
 from dualkv.integrations.megatron.rows import ONE_RANK, PackedGroups
 from dualkv.integrations.patching import Changes, swap
-from dualkv.sequence_parallel import Shard
 
 Target = TypeVar("Target")
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -46,63 +50,7 @@ ROTARY = ("rope", "yarn")
 
 
 # ---------------------------------------------------------------- the modules
-class _Checked(nn.Module):
-    """Checks of a config and of a call that both kinds of self-attention share."""
-
-    layer_number: int
-
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        refuse(config)
-        super().__init__(config, *args, **kwargs)
-        self.config = config
-
-    def _enter(self, hidden_states: torch.Tensor, given: Any, others: dict[str, Any]) -> PackedGroups | None:
-        """Return the argument of a call if it is checked PackedGroups, else None; this layer's router is told of
-        them."""
-        RUNNING.layer, RUNNING.packed = self.layer_number, None
-        if not isinstance(given, PackedGroups):
-            return None
-        self._check(hidden_states, given, others)
-        counts = given.count == "rollouts" and (self.training or torch.is_grad_enabled())
-        if counts and counted(self.config):
-            refuse_count(self.config)
-            given._rollouts  # noqa: B018  (raises an error before anything runs)
-            RUNNING.packed = given
-        return given
-
-    def _check(self, hidden_states: torch.Tensor, packed: PackedGroups, others: dict[str, Any]) -> None:
-        shard = packed.shard
-        if self.config.virtual_pipeline_model_parallel_size and packed.length is None:
-            raise ValueError(
-                f"length of PackedGroups is None and virtual_pipeline_model_parallel_size"
-                f" {self.config.virtual_pipeline_model_parallel_size}, expected seq_length of the schedule: interleaved"
-                " stages exchange micro-batches of one length"
-            )
-        for name in ("inference_context", "inference_params"):
-            if others.get(name) is not None:
-                raise ValueError(f"{name} came together with PackedGroups: packed groups run without a cache")
-        ranks = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
-        rows, batch = hidden_states.shape[0] * ranks, hidden_states.shape[1]
-        if self.config.context_parallel_size != shard.world_size:
-            raise ValueError(
-                f"context_parallel_size of layer {self.layer_number} is {self.config.context_parallel_size}, expected"
-                f" {shard.world_size}: the ranks that share the rows of PackedGroups"
-            )
-        heads = self.config.num_attention_heads // self.config.tensor_model_parallel_size
-        if type(shard) is Shard and heads % shard.world_size:
-            raise ValueError(
-                f"{shard.world_size} context-parallel ranks cannot share the {heads} attention heads of a"
-                " tensor-parallel rank, expected PackedGroups(..., cp_comm_type='all_gather')"
-            )
-        if (rows, batch) != (shard.num_tokens, 1):
-            share = "" if shard.world_size == 1 else ", this rank's share of them (PackedGroups.split)"
-            raise ValueError(
-                f"layer {self.layer_number} gets {batch} sequences of {rows} tokens, expected one of"
-                f" {shard.num_tokens}: all groups of the layout in one packed row{share}"
-            )
-
-
-class _PackedSelfAttention(_Checked, SelfAttention):
+class _PackedSelfAttention(Checked, SelfAttention):
     """[rows, 1, C] -> [rows, 1, C] and a bias: rows of this context-parallel rank, with sequence parallelism the share
     of this tensor-parallel rank."""
 
@@ -132,7 +80,7 @@ class _PackedSelfAttention(_Checked, SelfAttention):
         )
 
 
-class _PackedMLASelfAttention(_Checked, MLASelfAttention):
+class _PackedMLASelfAttention(Checked, MLASelfAttention):
     """Packed self-attention with latent attention: q, k and v are expanded to all heads before the core attention.
 
     megatron-core's class makes its rotary frequencies itself, and for what it takes for a row of one sequence.
@@ -206,11 +154,7 @@ class _CoreAttention(nn.Module):
                 packed_seq_params=packed_seq_params,
                 **kwargs,
             )
-        for name, given in (("attention_mask", attention_mask), ("attention_bias", attention_bias)):
-            if given is not None:
-                raise ValueError(
-                    f"{name} came together with PackedGroups: the layout says which rows see each other, leave it out"
-                )
+        refuse_beside(attention_mask=attention_mask, attention_bias=attention_bias)
         config, offset = self.config, getattr(self, "softmax_offset", None)
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, self.layer_number)
         out = packed_seq_params.shard.attention(
@@ -255,14 +199,19 @@ if HAVE_TE:
 
     CORE[TEDotProductAttention] = _PackedTEDotProductAttention
 
-PACKED = ATTENTION | CORE | ROUTERS
-STOCK = {packed: stock for stock, packed in PACKED.items()}
+PACKED = ATTENTION | CORE | MIXERS | ROUTERS
+STOCK = {packed: own for own, packed in PACKED.items()}
 
 # What the classes here replace of megatron-core's: methods, and what they read.
 BORROWED: dict[type, tuple[str, str]] = {
     SelfAttention: ("__init__ forward", "config layer_number core_attention attn_mask_type"),
     MLASelfAttention: ("__init__ forward get_query_key_value_tensors", "core_attention rotary_pos_emb softmax_scale"),
     DotProductAttention: ("__init__ forward", "config layer_number softmax_offset"),
+    stock.GatedDeltaNet: (
+        "__init__ forward",
+        "in_proj conv1d dt_bias A_log out_proj _apply_gated_norm activation use_qk_l2norm qk_dim v_dim num_value_heads"
+        " key_head_dim value_head_dim tp_size",
+    ),
     TopKRouter: (
         "routing _apply_aux_loss _apply_seq_aux_loss _apply_global_aux_loss apply_z_loss"
         " attach_and_log_load_balancing_loss",
@@ -273,10 +222,10 @@ BORROWED: dict[type, tuple[str, str]] = {
 
 
 @functools.cache
-def _check_borrowed(stock: type) -> None:
+def _check_borrowed(cls: type) -> None:
     """Raises ImportError for a class of megatron-core that the one here does not replace as it should."""
-    methods, reads = BORROWED.get(stock, ("forward", ""))
-    if (said := irreplaceable(stock, PACKED[stock], methods, reads)) is not None:
+    methods, reads = BORROWED.get(cls, ("forward", ""))
+    if (said := irreplaceable(cls, PACKED[cls], methods, reads)) is not None:
         raise ImportError(f"packed groups cannot run: {unfit('megatron-core', said)}", name="megatron.core")
 
 
@@ -290,14 +239,20 @@ def _check_attention(where: str, attention: Any, core: Any, crossed: Any, mask_t
 
     Args:
         where: the layer's name in the message.
-        attention, core: the classes of its self-attention and of the core attention in it.
+        attention, core: the classes of its self-attention, or of the recurrent layer in its place, and of the core
+            attention in it.
         crossed: the class of its cross-attention.
         mask_type: of its self-attention.
     """
     if crossed is not IdentityOp:
         raise ValueError(f"{where} has cross-attention ({_name(crossed)}), expected a layer of a decoder without it")
+    if STOCK.get(attention, attention) in MIXERS:
+        _check_borrowed(STOCK.get(attention, attention))
+        if (reason := flash_linear_attention.refusal()) is not None:
+            raise ValueError(f"{where} is {_name(attention)}: {reason}")
+        return
     for part, found, expected in (
-        ("self_attention", attention, ATTENTION),
+        ("self_attention", attention, ATTENTION | MIXERS),
         ("core_attention", core, CORE),
     ):
         if STOCK.get(found, found) not in expected:
@@ -394,8 +349,8 @@ def enable(target: Target) -> Target:
         The same object.
 
     Raises:
-        ValueError: a layer whose attention is not causal `SelfAttention` or `MLASelfAttention` of megatron-core with
-            its own core attention, a router that is not its `TopKRouter`, or a config that
+        ValueError: a layer that is neither megatron-core's causal `SelfAttention` or `MLASelfAttention` with its own
+            core attention nor its `GatedDeltaNet`, a router that is not its `TopKRouter`, or a config that
             :mod:`dualkv.integrations.megatron.configs` refuses: with attention dropout, CUDA graphs, experts that drop
             tokens or depend on all rows, and others. Of a spec the config is checked
             when a layer is built. Every rank raises the same error. A call raises ValueError for an attention mask or

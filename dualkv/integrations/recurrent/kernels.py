@@ -32,7 +32,7 @@ def library(name: str, device: torch.device) -> Callable[..., Any] | None:
     """A function of flash-linear-attention for tensors of a device; None where it does not run.
 
     On a GPU without the library, or with one whose function does not take the call, a warning says once that
-    transformers' functions run instead.
+    PyTorch functions run instead.
     """
     if device.type != "cuda":
         return None
@@ -45,7 +45,7 @@ def library(name: str, device: torch.device) -> Callable[..., Any] | None:
 def convolution(activation: str | None, device: torch.device) -> Callable[..., Any] | None:
     """The library's convolution, as :func:`.ops.convolve_at_once` takes one; None where it does not run.
 
-    Without it transformers' function runs, which is causal-conv1d's where that is installed.
+    Without it the layer's own function runs, in transformers causal-conv1d's where that is installed.
     """
     if device.type != "cuda" or activation not in (None, "silu", "swish") or unfit("causal_conv1d"):
         return None
@@ -83,6 +83,4 @@ def _function(name: str) -> Callable[..., Any]:
 
 @functools.cache
 def _warn_of_slow_functions(said: str) -> None:
-    warnings.warn(
-        f"recurrent layers run transformers' PyTorch functions, which are slow on a GPU: {said}", stacklevel=2
-    )
+    warnings.warn(f"recurrent layers run PyTorch functions, which are slow on a GPU: {said}", stacklevel=2)

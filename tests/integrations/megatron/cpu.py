@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch._dynamo.config
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.ssm import gated_delta_net
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -32,6 +34,34 @@ def _on_host(x: torch.Tensor | None, as_numpy: bool = False, record_stream: bool
     """Copy a tensor to the host, a stand-in for megatron-core's function for tensors of a GPU."""
     return x.numpy() if as_numpy and x is not None else x
 
+
+def delta_rule(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **_: Any
+) -> tuple[torch.Tensor, None]:
+    """The gated delta rule row by row: q, k [N, L, H, K], v [N, L, H, V], g and beta [N, L, H] -> [N, L, H, V]."""
+    state, found = q.new_zeros(len(q), q.shape[2], q.shape[3], v.shape[3]), []
+    for q_, k_, v_, g_, beta_ in zip(*(x.unbind(1) for x in (q, k, v, g, beta)), strict=True):
+        state = state * g_.exp()[..., None, None]
+        missing = (v_ - torch.einsum("nhk,nhkv->nhv", k_, state)) * beta_[..., None]
+        state = state + k_[..., None] * missing[..., None, :]
+        found.append(torch.einsum("nhk,nhkv->nhv", q_, state) / q.shape[3] ** 0.5)
+    return torch.stack(found, 1), None
+
+
+def conv1d(x: torch.Tensor, weight: torch.Tensor, bias: Any, **_: Any) -> tuple[torch.Tensor, None]:
+    """A causal convolution and SiLU: x [N, L, C], weight [C, k] -> [N, L, C]."""
+    before = torch.nn.functional.pad(x, (0, 0, weight.shape[1] - 1, 0)).unfold(1, weight.shape[1], 1)
+    found = (before * weight).sum(-1)
+    return torch.nn.functional.silu(found if bias is None else found + bias), None
+
+
+def l2norm(x: torch.Tensor) -> torch.Tensor:
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+# Of flash-linear-attention, without which megatron-core makes no gated delta net.
+LIBRARY = {"HAVE_FLA": True, "chunk_gated_delta_rule": delta_rule, "causal_conv1d": conv1d, "l2norm": l2norm}
+NETS = {sys.modules[c.__module__] for c in gated_delta_net.GatedDeltaNet.__mro__ if "gated_delta" in c.__module__}
 
 STAND_INS: list[tuple[Any, str, Any]] = [
     *((torch, name, _made_on_cpu(getattr(torch, name))) for name in ("empty", "ones", "tensor", "zeros")),
@@ -54,6 +84,9 @@ def on_cpu() -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, value in STAND_INS:
             stack.enter_context(patch.object(owner, name, value))
+        for module in NETS | {gated_delta_net}:  # versions differ in where they have them
+            for name, value in LIBRARY.items():
+                stack.enter_context(patch.object(module, name, value, create=True))
         # megatron-core 0.16 forgets this name where Transformer Engine is not installed.
         stack.enter_context(patch.object(moe_utils, "te_general_gemm", None, create=True))
         stack.enter_context(torch._dynamo.config.patch(disable=True))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.ssm import gated_delta_net
 
 from dualkv.integrations.megatron import PackedGroups, enable
 from dualkv.layout import Layout
@@ -15,6 +16,7 @@ from tests.integrations.megatron.updates import (
     COUNTED,
     EXPERTS,
     LATENT,
+    RECURRENT,
     build,
     layer_spec,
     packed_against_replicated,
@@ -59,8 +61,39 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         "variable_seq_lengths": False,
         "init_method_std": 0.2,
     },
+    "tensor, sequence, recurrent": {
+        "tp": 2,
+        "sequence_parallel": True,
+        "norms": False,
+        **RECURRENT,
+        "linear_attention_freq": [1, 1, 0],
+        "num_layers": 3,
+    },
+    "recurrent, experts": {"ep": 2, **EXPERTS, **RECURRENT},
+    "recurrent, pipeline": {"pp": 2, **RECURRENT, "linear_attention_freq": [0, 1]},
     "tensor and pipeline": {"tp": 2, "pp": 2, "softmax_type": "learnable", "window_size": (3, 0)},
 }
+if hasattr(gated_delta_net, "tensor_a2a_cp2hp"):  # configs of earlier versions refuse such layers
+    SCENARIOS |= {
+        "context, recurrent": {"cp": 2, **RECURRENT},
+        "gathered, recurrent, each layer again": {
+            "cp": 2,
+            "cp_comm_type": "all_gather",
+            **RECURRENT,
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+        "context, tensor, sequence, recurrent": {
+            "cp": 2,
+            "tp": 2,
+            "sequence_parallel": True,
+            "norms": False,
+            **RECURRENT,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+        },
+    }
 # What routers count, against one rank. A loss of all data-parallel ranks differs with their number.
 WITHOUT_GLOBAL = {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": [0.3, 0.5]}
 COUNTS: dict[str, dict[str, Any]] = {

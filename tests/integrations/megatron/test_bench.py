@@ -6,16 +6,19 @@ import json
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 from megatron.core import tensor_parallel
 
 from tests.ranks import on_ranks
 from tools.bench import megatron as bench
-from tools.bench.megatron_costs import Group, Model
+from tools.bench.megatron_costs import Group, Model, Nets
 
 
-def test_all_ways_compute_the_same() -> None:
-    model = Model(layers=1, hidden=32, intermediate=48, heads=8, kv_heads=2, head_dim=8, vocabulary=64)
+@pytest.mark.parametrize("nets", [None, Nets(key_heads=8, value_heads=8, key_dim=8, value_dim=8, interval=2)])
+def test_all_ways_compute_the_same(nets: Nets | None) -> None:
+    layers = 1 if nets is None else 2
+    model = Model(layers, hidden=32, intermediate=48, heads=8, kv_heads=2, head_dim=8, vocabulary=64, nets=nets)
     run = bench.Run(model, 2, 3, 1, 1, 4, torch.float32, False, torch.device("cpu"))
     cases = {"one": Group(4, 6, 3), "two": Group(2, 5, 4, groups=2)}
     with mock.patch.object(tensor_parallel, "model_parallel_cuda_manual_seed"):

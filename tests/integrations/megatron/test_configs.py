@@ -84,7 +84,10 @@ def test_what_allowed_fields_mean_is_on_the_page() -> None:
         ),
         ({"moe_expert_rank_capacity_factor": 1.5}, "moe_expert_rank_capacity_factor is 1.5, expected None: "),
         ({"moe_token_dropping": True}, "moe_token_dropping is True, expected False: "),
-        ({"experimental_attention_variant": "dsa"}, "experimental_attention_variant is 'dsa', expected None: "),
+        (
+            {"experimental_attention_variant": "dsa"},
+            "experimental_attention_variant is 'dsa', expected None or 'gated_delta_net': ",
+        ),
     ],
 )
 def test_configs_of_experts_and_layers_that_read_other_rows(settings: dict[str, Any], says: str) -> None:

@@ -11,12 +11,14 @@ import torch
 
 import dualkv
 from dualkv.integrations.megatron import PackedGroups, disable, enable
+from dualkv.integrations.recurrent import ops, rules
 from tests.integrations import states
 from tests.integrations.megatron import cpu
 from tests.integrations.megatron.ranks import COUNT, SCENARIOS
 from tests.integrations.megatron.updates import (
     EXPERTS,
     LATENT,
+    RECURRENT,
     build,
     difference,
     layer_spec,
@@ -70,8 +72,12 @@ def check(found: Any, bound: float = 1e-5) -> None:
         {**LATENT, "q_lora_rank": None, "norms": False, "init_method_std": 0.1},
         {**LATENT, "rope_type": "yarn", "rotary_scaling_factor": 4.0, "mscale_all_dim": 1.0, "window_size": (3, 0)},
         {**LATENT, "recompute_granularity": "selective", "recompute_modules": ["core_attn", "mla_up_proj"]},
+        RECURRENT,
+        {**RECURRENT, "linear_attention_freq": [1, 1], **EXPERTS},
+        {**RECURRENT, "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {**RECURRENT, "deterministic_mode": True},
     ],
-    ids=lambda settings: " ".join(key for key in settings if key not in LATENT) or " ".join(settings),
+    ids=lambda settings: " ".join(key for key in settings if key not in LATENT | RECURRENT) or next(iter(settings), ""),
 )
 def test_one_rank(settings: dict[str, Any]) -> None:
     # The gradient of a softmax offset was 1.2e-5 off. Whether by rounding alone was not shown in float64.
@@ -89,6 +95,26 @@ def test_another_layout_computes_something_else() -> None:
     wrong = difference(update([model], alone), update([model], replicated))
     assert wrong.logp is not None
     assert min(wrong.logp, wrong.gradients) > 1e-2
+
+
+@pytest.mark.parametrize("fault", ["states", "rows before"])
+def test_recurrent_layers_that_forget_their_path(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fault == "states":
+        monkeypatch.setattr(ops, "inherit", lambda states, gather: torch.zeros_like(states[gather.parents]))
+    else:
+        monkeypatch.setattr(rules, "convolve", lambda conv, windows, *args, **kwargs: conv(*args, **kwargs))
+    logp, gradients = packed_against_replicated(**RECURRENT)
+    assert logp is not None
+    assert min(logp, gradients) > 1e-3
+
+
+def test_gated_norms_computed_again() -> None:
+    """megatron-core 0.19.2's own forward fails there without Transformer Engine, so packed updates are compared."""
+    cpu.parallel()
+    model, (packed, _) = build(enable(layer_spec(**RECURRENT)), RECURRENT), rollouts()
+    expected = update([model], packed)
+    model.decoder.layers[0].self_attention.recompute_norm_out = True
+    assert difference(update([model], packed), expected) == (0, 0)
 
 
 def test_a_built_model() -> None:
@@ -121,7 +147,7 @@ def test_a_stock_model_does_not_take_packed_groups(lens: Any) -> None:
 
 
 # ---------------------------------------------------------------- several ranks
-LEFT_OUT = ("latent", "interleaved", "KV", "each", "sequence")  # others run much of what these do
+LEFT_OUT = ("latent", "recurrent, ", "interleaved", "KV", "each", "sequence")  # others run much of what these do
 
 
 @pytest.fixture(scope="module")

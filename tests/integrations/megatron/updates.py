@@ -12,12 +12,13 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 import dualkv
 from dualkv.integrations.megatron import PackedGroups, enable
 from tests.integrations.megatron import cpu
+from tools.bench.megatron import with_nets
 
 VOCAB = 64
 SMALL = {
@@ -58,6 +59,16 @@ COUNTED = EXPERTS | {
     "moe_router_score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
 }
+RECURRENT = {
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": [1, 0],
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "init_method_std": 0.1,
+}
 LATENT = {
     "multi_latent_attention": True,
     "num_query_groups": 4,
@@ -86,11 +97,16 @@ def layer_spec(norms: bool = True, **settings: Any) -> Any:
         qk_layernorm=norms,
         normalization="RMSNorm",
     )
-    if norms:
+    recurrent = settings.get("linear_attention_freq")
+    if norms and recurrent is None:
         return spec
-    # With sequence parallelism megatron-core has norms of Transformer Engine and Apex only.
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = IdentityOp
-    return TransformerBlockSubmodules(layer_specs=[spec] * settings.get("num_layers", SMALL["num_layers"]))
+    norm = WrappedTorchNorm
+    if not norms:  # With sequence parallelism megatron-core has norms of Transformer Engine and Apex only.
+        norm = spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = IdentityOp
+    is_net = recurrent or [0] * settings.get("num_layers", SMALL["num_layers"])
+    stages, stage = settings.get("pipeline_model_parallel_size", 1), parallel_state.get_pipeline_model_parallel_rank()
+    is_net = is_net[len(is_net) * stage // stages : len(is_net) * (stage + 1) // stages]
+    return with_nets(spec, is_net, norm)
 
 
 def build(spec: Any, settings: dict[str, Any], stage: int | None = None, **arguments: Any) -> GPTModel:
@@ -124,14 +140,18 @@ class MicroBatch(NamedTuple):
 
 
 def rollouts(seed: int = 0) -> tuple[list[MicroBatch], list[MicroBatch]]:
-    """(packed, replicated): ragged groups, groups of one response, trees."""
+    """(packed, replicated): ragged groups, groups of one response, an empty response, trees."""
     g = torch.Generator().manual_seed(seed)
 
     def tokens(n: int) -> torch.Tensor:
         return torch.randint(0, VOCAB, (n,), generator=g)
 
     prompts = [[tokens(5), tokens(2)], [tokens(4)], [tokens(1), tokens(6), tokens(3)]]
-    responses = [[[tokens(3), tokens(1), tokens(4)], [tokens(3)]], [[tokens(4)]], [[tokens(n)] for n in (3, 2, 1)]]
+    responses = [
+        [[tokens(3), tokens(1), tokens(4)], [tokens(3)]],
+        [[tokens(4), tokens(0)]],
+        [[tokens(n)] for n in (3, 2, 1)],
+    ]
     batches: list[Any] = [dualkv.pack(p, r) for p, r in zip(prompts, responses, strict=True)]
     root, turn = tokens(4), tokens(3)
     grown = [torch.cat([root, tokens(2)]), *(torch.cat([root, turn, tokens(n)]) for n in (3, 2)), root, tokens(3)]
@@ -276,6 +296,10 @@ def packed_against_replicated(
             for name, parameter in [named for stage in stages for named in stage.named_parameters()]:
                 if name.endswith("softmax_offset"):
                     parameter.copy_(torch.linspace(-1, 2, len(parameter)))
+                if name.endswith(
+                    "A_log"
+                ):  # else states decay within a row or two, and gradients of decays are rounding
+                    parameter.copy_(torch.linspace(-3, -1, len(parameter)))
         return stages
 
     stages = made(cp)

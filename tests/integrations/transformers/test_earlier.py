@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+from dualkv.integrations.recurrent import rules
 from dualkv.integrations.transformers.recurrent import earlier
 
 
@@ -59,9 +60,9 @@ def test_convolution(activation: str | None) -> None:
                 expected[:, :, t] += weight[:, tap] * x[:, :, at]
     expected += bias[:, None]
     expected = expected if activation is None else expected * expected.sigmoid()
-    torch.testing.assert_close(earlier.convolution(x, weight, bias, activation), expected)
+    torch.testing.assert_close(rules.convolution(x, weight, bias, activation), expected)
     with pytest.raises(ValueError, match="has the activation 'gelu' behind its convolution, expected silu"):
-        earlier.convolution(x, weight, bias, "gelu")
+        rules.convolution(x, weight, bias, "gelu")
 
 
 class Qwen3NextGatedDeltaNet:

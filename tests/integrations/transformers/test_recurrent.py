@@ -23,7 +23,7 @@ import dualkv
 tf = pytest.importorskip("transformers")
 
 from dualkv.integrations import flash_linear_attention as fla  # noqa: E402
-from dualkv.integrations.recurrent import kernels, ops, waves  # noqa: E402
+from dualkv.integrations.recurrent import kernels, ops, rules, waves  # noqa: E402
 from dualkv.integrations.recurrent.walked import Trees  # noqa: E402
 from dualkv.integrations.transformers import (  # noqa: E402
     disable,
@@ -217,7 +217,7 @@ def test_the_self_check_finds_wrong_states_and_convolutions(family: str, monkeyp
     enable(model)
     monkeypatch.setattr(selfcheck, "_VERDICTS", {})
     if "lfm" in family:
-        monkeypatch.setattr(seams, "convolve", lambda conv, layout, *args, **kwargs: conv(*args, **kwargs))
+        monkeypatch.setattr(rules, "convolve", lambda conv, layout, *args, **kwargs: conv(*args, **kwargs))
     else:
         monkeypatch.setattr(ops, *FAULTS["a child state of zeros"])
     with pytest.raises(ValueError, match="does not compute packed groups as it computes replicated sequences"):

@@ -65,7 +65,7 @@ def packed_forward(cls: type[Any], conv: Forward, delta: Callable[[Forward], For
 
     Args:
         cls: a class that :func:`knows` knows.
-        conv: a convolution of packed rows, made of :func:`convolution`.
+        conv: a convolution of packed rows, made of :func:`dualkv.integrations.recurrent.rules.convolution`.
         delta: makes the gated delta rule of packed rows of transformers' function.
         mamba2: a scan of packed rows, made of :func:`chunk_scan`.
     """
@@ -249,17 +249,6 @@ def refuse_cache(given: dict[str, Any]) -> None:
 
 
 # ---------------------------------------------------------------- functions of plain sequences
-def convolution(
-    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
-) -> Tensor:
-    """A causal depthwise convolution of sequences [N, C, L] by weight [C, k], with zeros before each."""
-    if activation not in (None, "silu", "swish"):
-        raise ValueError(f"a recurrent layer has the activation {activation!r} behind its convolution, expected silu")
-    back = weight.shape[-1] - 1
-    out = F.conv1d(F.pad(hidden_states, (back, 0)), weight[:, None], bias, groups=len(weight))
-    return out if activation is None else F.silu(out)
-
-
 def chunk_scan(
     hidden_states: Tensor,
     dt: Tensor,

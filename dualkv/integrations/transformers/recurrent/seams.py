@@ -25,10 +25,11 @@ from torch.nn import functional as F
 
 from dualkv.integrations import flash_linear_attention, patching
 from dualkv.integrations.recurrent import kernels
-from dualkv.integrations.recurrent.ops import convolve, convolve_at_once, padded, scan
+from dualkv.integrations.recurrent.ops import padded, scan
+from dualkv.integrations.recurrent.rules import convolution, convolution_of_paths, delta_rule, varlen
 from dualkv.integrations.recurrent.sharded import trees_of
 from dualkv.integrations.recurrent.walked import Trees
-from dualkv.integrations.recurrent.waves import Wave, Windows
+from dualkv.integrations.recurrent.waves import Wave
 from dualkv.integrations.transformers import masks
 from dualkv.integrations.transformers.recurrent import earlier
 
@@ -166,7 +167,7 @@ def install_in(cls: type[Any]) -> None:
 def _install_earlier(cls: type[Any], names: dict[str, Any]) -> None:
     if patching.is_marked(cls.forward):
         return
-    packed = earlier.packed_forward(cls, _conv(earlier.convolution), WRAPPERS[DELTA], _mamba2(earlier.chunk_scan))
+    packed = earlier.packed_forward(cls, _conv(convolution), WRAPPERS[DELTA], _mamba2(earlier.chunk_scan))
     patching.of(cls).replace("forward", patching.marked(earlier.replaced(cls.forward, packed)))
     earlier.speak(names, cls.__name__)
 
@@ -227,15 +228,8 @@ def _conv(own: Callable[..., Any]) -> Callable[..., Any]:
         given = dict(zip(inspect.signature(inspect.unwrap(own)).parameters, args, strict=False)) | kwargs
         activation = {"activation": given["activation"]} if "activation" in given else {}
         x = given["hidden_states"]
-        weight, bias = given["weight"], given.get("bias")
-        conv = kernels.convolution(given.get("activation"), x.device)
-
-        def run(windows: Windows | None, x: Tensor) -> Tensor:
-            if conv is None:
-                return convolve(_for(own, x), windows, x, weight, bias, **activation)
-            return convolve_at_once(conv, windows, x, weight, bias, **activation)
-
-        return trees.convolve(run, x, weight.shape[-1] - 1)
+        kernel = kernels.convolution(given.get("activation"), x.device)
+        return convolution_of_paths(trees, _for(own, x), x, given["weight"], given.get("bias"), kernel, **activation)
 
     return call
 
@@ -258,49 +252,11 @@ def _delta_rule(kernel: str) -> Callable[[Callable[..., Any]], Callable[..., Any
                 own, dict(zip(inspect.signature(inspect.unwrap(own)).parameters, args, strict=False)) | kwargs
             )
             rows = [given.pop(name) for name in ("query", "key", "value", "g", "beta")]
-            if not trees.num_tokens:
-                return torch.zeros_like(rows[2])
-            function = kernels.library(kernel, rows[0].device)
-
-            def batch(rows: list[Tensor], initial: Tensor | None, keep: bool) -> tuple[Tensor, Tensor | None]:
-                q, k, v, g, beta = rows
-                found = _for(own, q)(q, k, v, g=g, beta=beta, initial_state=initial, output_final_state=keep, **given)
-                return found[0], found[1]
-
-            def varlen(rows: list[Tensor], initial: Tensor | None, wave: Wave) -> tuple[Tensor, Tensor | None]:
-                assert function is not None
-                return _varlen(function, rows[:3], {"g": rows[3], "beta": rows[4]}, initial, wave, given)
-
-            out = scan(trees, trees.to_heads(rows), padded(batch) if function is None else varlen)
-            return trees.to_rows(out)
+            return delta_rule(trees, rows, _for(own, rows[0]), kernel, **given)
 
         return call
 
     return wrap
-
-
-def _varlen(
-    function: Callable[..., Any],
-    rows: list[Tensor],
-    gates: dict[str, Tensor],
-    initial: Tensor | None,
-    wave: Wave,
-    given: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
-    """One call of a kernel of flash-linear-attention for a wave. Without cu_seqlens_cpu it would wait for the GPU."""
-    q, k, v = rows
-    out, states = function(
-        q,
-        k,
-        v,
-        **gates,
-        initial_state=initial,
-        output_final_state=wave.keep,
-        cu_seqlens=wave.cu_seqlens,
-        cu_seqlens_cpu=wave.cu_seqlens_cpu,
-        **given,
-    )
-    return out, states
 
 
 # ---------------------------------------------------------------- Mamba-2
@@ -390,15 +346,15 @@ def _lightning_scan(trees: Trees, rows: list[Tensor], slope: Tensor, block: int)
     rows, slope = trees.to_heads(rows), trees.share(slope)
     slope = slope.to(torch.promote_types(rows[0].dtype, torch.float32))
 
-    def varlen(rows: list[Tensor], initial: Tensor | None, wave: Wave) -> tuple[Tensor, Tensor | None]:
+    def of_wave(rows: list[Tensor], initial: Tensor | None, wave: Wave) -> tuple[Tensor, Tensor | None]:
         assert function is not None
-        return _varlen(function, rows, {"g_gamma": -slope.flatten()}, initial, wave, {"scale": 1.0})
+        return varlen(function, rows, {"g_gamma": -slope.flatten()}, initial, wave, {"scale": 1.0})
 
     def batch(rows: list[Tensor], initial: Tensor | None, keep: bool) -> tuple[Tensor, Tensor | None]:
         return _lightning_blocks(rows, initial, slope, block)
 
     if function is not None:
-        return trees.to_rows(scan(trees, rows, varlen))
+        return trees.to_rows(scan(trees, rows, of_wave))
     exists = torch.ones_like(rows[0][:, :, 0, 0])  # [1, T]; 0 at padding, for which no time passes
     return trees.to_rows(scan(trees, [*rows, exists], padded(batch)))
 

@@ -1,0 +1,86 @@
+"""Recurrent layers of megatron-core on packed rows, by :mod:`dualkv.integrations.recurrent`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm import gated_delta_net as stock
+from torch.nn import functional as F
+
+from dualkv.integrations.megatron.checked import Checked, refuse_beside
+from dualkv.integrations.megatron.rows import PackedGroups
+from dualkv.integrations.recurrent import kernels
+from dualkv.integrations.recurrent.rules import convolution, convolution_of_paths, delta_rule
+from dualkv.integrations.recurrent.sharded import trees_of
+from dualkv.sequence_parallel import Shard, check_heads
+
+
+class PackedGatedDeltaNet(Checked, stock.GatedDeltaNet):
+    """[rows, 1, C] -> [rows, 1, C] and a bias, like the packed self-attention.
+
+    Projections, convolution, norms and gates run on this context-parallel rank's own rows and this tensor-parallel
+    rank's heads. The scan exchanges rows for heads with the context-parallel ranks, in the place of megatron-core's own
+    exchange, which knows sequences alone.
+    """
+
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if (packed := self._enter(hidden_states, packed_seq_params, kwargs)) is None:
+            return super().forward(hidden_states, attention_mask, *args, packed_seq_params=packed_seq_params, **kwargs)
+        refuse_beside(attention_mask=attention_mask, attention_bias=kwargs.get("attention_bias"))
+        projected, _ = self.in_proj(hidden_states)
+        out, gate = self._scanned(projected.transpose(0, 1), packed)
+
+        def normed(out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self._apply_gated_norm(out, gate)
+            return found.view(out.shape[1], 1, -1)
+
+        if not getattr(self, "recompute_norm_out", False):
+            return self.out_proj(normed(out, gate))
+        checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=self.config.fp8 or self.config.fp4)
+        found = self.out_proj(checkpoint.checkpoint(normed, out, gate))
+        checkpoint.discard_output_and_register_recompute(found[0])
+        return found
+
+    @torch.compiler.disable
+    def _scanned(self: Any, projected: torch.Tensor, packed: PackedGroups) -> tuple[torch.Tensor, torch.Tensor]:
+        """[1, t, q, k, v, gate, beta and alpha] -> results and gate [1, t, H, V]."""
+        packed.layout._segments.use.seen = True  # as by attention: a pipeline stage may have none
+        trees, slow = trees_of(packed.shard), self.config.deterministic_mode  # the library's sums have no fixed order
+        heads, keys, values = self.num_value_heads, 2 * self.qk_dim, self.v_dim
+        qkv, gate, beta, alpha = projected.split([n // self.tp_size for n in (keys + values, values, heads, heads)], -1)
+        qkv = convolution_of_paths(
+            trees,
+            convolution,
+            qkv.transpose(1, 2),
+            self.conv1d.weight.squeeze(1),
+            self.conv1d.bias,
+            None if slow else kernels.convolution(self.activation, qkv.device),
+            activation=self.activation,
+        ).transpose(1, 2)
+        qk, v = qkv.split([n // self.tp_size for n in (keys, values)], -1)
+        qk = qk.unflatten(-1, (-1, self.key_head_dim)).contiguous()
+        if self.use_qk_l2norm:
+            qk = stock.l2norm(qk)
+        q, k = qk.chunk(2, 2)
+        v, gate = (x.unflatten(-1, (-1, self.value_head_dim)).contiguous() for x in (v, gate))
+        g = -self.A_log.exp() * F.softplus(alpha.float() + self.dt_bias)
+        rows = [q, k, v, g, beta.sigmoid()]
+        kernel = None if slow else "chunk_gated_delta_rule"
+        return delta_rule(trees, rows, stock.torch_chunk_gated_delta_rule, kernel), gate
+
+    def _check_heads(self: Any, shard: Shard) -> None:
+        heads = self.num_value_heads // self.tp_size
+        check_heads(f"the gated delta net of layer {self.layer_number}", heads, shard.world_size)
+
+
+MIXERS: dict[type, type] = {stock.GatedDeltaNet: PackedGatedDeltaNet}
