@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from dualkv.arrays import IntArray
@@ -260,6 +261,18 @@ def images_of(name: str, entry: Entry) -> list[Image]:
     return sorted(found, key=lambda image: image.begin)
 
 
+def within(named: Named, kept: npt.NDArray[np.bool_]) -> Named:
+    """The media of the tokens `kept` [L] of a text, as those of a text of its own, without images of other tokens."""
+    name, entry = named
+    kinds = {key: value[torch.from_numpy(kept).to(value.device)] for key, value in entry.items() if key in OF_TOKENS}
+    marked = next((entry[key].cpu().numpy() != 0 for key in OF_TOKENS if key in entry), kept)
+    if kept[marked].all():
+        return name, entry | kinds
+    own = [(name, image.entry) for image in images_of(name, entry) if kept[image.placeholders].all()]
+    device = next(value.device for value in entry.values() if isinstance(value, torch.Tensor))
+    return name, {key: _joined(key, own, device) for key in (own[0][1] if own else ())} | kinds
+
+
 def _split(entry: Entry, pixels: str, placeholders: IntArray) -> list[Image] | None:
     """The images of one kind; None where one cannot say which placeholders are those of each image."""
     names = [key for key in (pixels, *BESIDE[pixels]) if key in entry]
@@ -336,31 +349,39 @@ class SequenceMedia:
         self.found = found
         self.images = [images_of(*named) for named in found]
 
+    def check(self, sequences: Sequence[IntArray]) -> None:
+        """Raises ValueError for a token that stands for an image in some sequence, and for none where it is."""
+        standing: set[int] = set()
+        for tokens, images in zip(sequences, self.images, strict=True):
+            for image in images:
+                standing |= set(np.unique(tokens[image.placeholders]).tolist())
+        for (name, _), tokens, images in zip(self.found, sequences, self.images, strict=True):
+            bare = np.isin(tokens, [*standing])
+            for image in images:
+                bare[image.placeholders] = False
+            if bare.any():
+                at = int(bare.argmax())
+                raise ValueError(
+                    f"token {at} of the sequence of {name} is {tokens[at]}, which stands for an image or video"
+                    " elsewhere, and has none: expected its mm_token_type_ids and its image in media"
+                )
+
     def tokens(self, sequences: Sequence[IntArray]) -> list[IntArray]:
         """The sequences with a number for each content of an image in the place of its placeholders.
 
         Raises:
-            ValueError: a placeholder without an image; token ids that leave no numbers for images.
+            ValueError: as :meth:`check`; token ids that leave no numbers for images.
         """
+        self.check(sequences)
         flat = [image for images in self.images for image in images]
         content = iter(grouped([_sample(image.entry) for image in flat], [image.entry for image in flat]).tolist())
         first = max(int(tokens.max()) for tokens in sequences) + 1
         if first + len(flat) > MAX_TOKEN:
             raise ValueError(f"token ids go up to {first - 1}, expected at most {MAX_TOKEN - len(flat)} beside images")
         result = [np.array(tokens, np.int64) for tokens in sequences]
-        marked = [np.concatenate([i.placeholders for i in images]) for images in self.images if images]
-        with_images = [tokens for tokens, images in zip(sequences, self.images, strict=True) if images]
-        standing = np.unique(np.concatenate([t[at] for t, at in zip(with_images, marked, strict=True)] or [[]]))
         for tokens, images in zip(result, self.images, strict=True):
             for image in images:
                 tokens[image.placeholders] = first + next(content)
-        for (name, _), tokens in zip(self.found, result, strict=True):
-            if (bare := np.isin(tokens, standing)).any():
-                at = int(bare.argmax())
-                raise ValueError(
-                    f"token {at} of the sequence of {name} is {tokens[at]}, which stands for an image or video"
-                    " elsewhere, and has none: expected its mm_token_type_ids and its image in media"
-                )
         return result
 
     def whole(self, shared: SharedPrefixes) -> SharedPrefixes:

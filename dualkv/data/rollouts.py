@@ -36,6 +36,7 @@ class Rollouts:
         masks: G lists of tensors [R_i] bool: the response tokens that count, where an environment wrote parts of the
             responses; None: all tokens count.
         media: the images of each prompt, as :func:`dualkv.pack` takes them; None for text.
+        response_media: the images of every response, group 0's first; None for text.
     """
 
     prompts: list[torch.Tensor]
@@ -43,6 +44,7 @@ class Rollouts:
     rewards: list[list[float]]
     masks: list[list[torch.Tensor]] | None = None
     media: list[dict[str, torch.Tensor]] | None = None
+    response_media: list[dict[str, torch.Tensor]] | None = None
 
     @property
     def group_sizes(self) -> list[int]:
@@ -64,6 +66,15 @@ class Rollouts:
         if self.masks is None:
             return [torch.ones(len(response), dtype=torch.bool) for response in self.flat_responses]
         return [mask for group in self.masks for mask in group]
+
+    @property
+    def flat_media(self) -> list[dict[str, torch.Tensor]]:
+        """The images of every prompt with its response, values of tokens as [P] or [P + R]; none for text."""
+        of_prompts = [media for media, n in zip(self.media or [], self.group_sizes, strict=False) for _ in range(n)]
+        if self.response_media is None:
+            return of_prompts
+        pairs = zip(of_prompts, self.response_media, strict=True)
+        return [{name: torch.cat([x, after[name]]) for name, x in before.items()} for before, after in pairs]
 
     @property
     def response_lens(self) -> list[int]:

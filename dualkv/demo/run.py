@@ -265,6 +265,7 @@ class _Demo:
         self.prompts: list[torch.Tensor] = []
         self.media: list[dict[str, torch.Tensor]] | None = None
         self.environment: list[list[torch.Tensor]] = []
+        self.shown: list[list[dict[str, torch.Tensor]]] | None = None  # pictures of its answers
         if file is not None:
             self.given = read_rollouts(file, self.tokenizer, vocab_size)
         elif self.tokenizer.vocab_size > vocab_size:
@@ -276,15 +277,17 @@ class _Demo:
             self.prompts = topic_prompts(self.tokenizer, settings.prompt_len, settings.groups, settings.seed)
             if getattr(self.model.config, "image_token_id", None) is not None:
                 check_config(self.model.config)
-                if settings.turns > 1:
-                    raise ValueError(f"turns is {settings.turns}, expected 1 for a model that sees pictures")
                 self.prompts, self.media = with_pictures(self.prompts, self.model.config, settings.seed)
             if settings.turns > 1:
                 answers = settings.turns - 1
                 texts = topic_prompts(
                     self.tokenizer, settings.response_len, settings.groups * answers, settings.seed + 1
                 )
-                self.environment = [texts[g * answers : (g + 1) * answers] for g in range(settings.groups)]
+                cuts = [slice(g * answers, (g + 1) * answers) for g in range(settings.groups)]
+                if self.media is not None:
+                    texts, shown = with_pictures(texts, self.model.config, settings.seed + 1)
+                    self.shown = [shown[cut] for cut in cuts]
+                self.environment = [texts[cut] for cut in cuts]
         trees = self.environment or (self.given is not None and self.given.masks is not None)
         self.ways = [way for way in WAYS if way != "tree" or trees]
 
@@ -382,14 +385,16 @@ class _Demo:
 
     def sample(self, way: str, step: int) -> Rollouts:
         """Live rollouts of the policy as it is; the random numbers depend on seed and step, not on the way."""
-        settings, prompts, masks = self.settings, self.prompts, None
+        settings, prompts, masks, shown_to = self.settings, self.prompts, None, None
         vocab_size, seed = self.tokenizer.vocab_size, settings.seed + step
         sizes, shown = (settings.responses, settings.response_len, vocab_size), (self.track, f"{way}: sampling")
         if self.environment:
-            responses, masks = sample_turns(self.model, prompts, self.environment, *sizes, seed, *shown)
+            responses, masks, shown_to = sample_turns(
+                self.model, prompts, self.environment, *sizes, seed, *shown, self.media, self.shown
+            )
         else:
             responses = sample_responses(self.model, prompts, *sizes, self.tokenizer.eos_id, seed, *shown, self.media)
-        rollouts = Rollouts(prompts, responses, [], masks, self.media)
+        rollouts = Rollouts(prompts, responses, [], masks, self.media, shown_to)
         texts = [r[mask].tolist() for r, mask in zip(rollouts.flat_responses, rollouts.flat_masks, strict=True)]
         rewards = iter([plain_text_reward(self.tokenizer.decode(text)) for text in texts])
         return replace(rollouts, rewards=[list(itertools.islice(rewards, n)) for n in rollouts.group_sizes])

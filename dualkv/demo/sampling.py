@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 CACHE_BYTES = 16 * 2**30  # groups are sampled side by side as long as their caches take less than this
 
 
+Media = dict[str, torch.Tensor]
+
+
 @torch.no_grad()
 def sample_responses(
     model: PreTrainedModel,
@@ -82,7 +85,9 @@ def sample_turns(
     seed: int,
     track: Track = untracked,
     what: str = "sampling",
-) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
+    media: Sequence[Media] | None = None,
+    shown: Sequence[Sequence[Media]] | None = None,
+) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]], list[Media] | None]:
     """`num_rollouts` rollouts of several turns for each prompt: a tree, as searches and resampled turns make it.
 
     Every turn is sampled twice from each that came before, until there are `num_rollouts`; the last turn makes as many
@@ -94,20 +99,25 @@ def sample_turns(
             the last one, so one more turn is sampled than there are answers.
         num_rollouts: of each prompt.
         turn_len: tokens of each sampled turn.
+        media: the images of each prompt.
+        shown: G lists of the images of each answer, beside `media`.
 
     Returns:
-        G lists of `num_rollouts` tensors [R] int64, what follows the prompt, and of as many [R] bool: sampled tokens.
+        G lists of `num_rollouts` tensors [R] int64, what follows the prompt; of as many [R] bool: sampled tokens; and
+        the images of all responses.
     """
     answers = len(environment[0])
     texts = [[prompt] for prompt in prompts]
     masks = [[torch.zeros(len(prompt), dtype=torch.bool)] for prompt in prompts]
+    seen = [[entry] for entry in media or [{}] * len(prompts)]
     for turn in range(answers + 1):
         before = len(texts[0])
         after = num_rollouts if turn == answers else min(2 * before, num_rollouts)
         flat = [text for group in texts for text in group]
         sampled = sample_responses(
-            model, flat, -(-after // before), turn_len, vocab_size, None, seed + (turn << 20), track, what
-        )
+            model, flat, -(-after // before), turn_len, vocab_size, None, seed + (turn << 20), track, what,
+            None if media is None else [entry for group in seen for entry in group],
+        )  # fmt: skip
         up = [i * before // after for i in range(after)]  # what each new turn follows
         child = [i - up.index(u) for i, u in enumerate(up)]
         for g, (group, mask) in enumerate(zip(texts, masks, strict=True)):
@@ -117,9 +127,23 @@ def sample_turns(
                 torch.cat([group[u], sampled[g * before + u][k], answer]) for u, k in zip(up, child, strict=True)
             ]
             masks[g] = [torch.cat([mask[u], new]) for u in up]
+            answered = shown[g][turn] if shown is not None and turn < answers else {}
+            seen[g] = [_behind(seen[g][u], turn_len, answered) for u in up]
     lens = [len(prompt) for prompt in prompts]
     responses = [[text[n:] for text in group] for n, group in zip(lens, texts, strict=True)]
-    return responses, [[mask[n:] for mask in group] for n, group in zip(lens, masks, strict=True)]
+    of_responses = None
+    if media is not None:
+        pairs = [(before, own) for before, group in zip(media, seen, strict=True) for own in group]
+        of_responses = [{name: x[len(before[name]) :] for name, x in own.items()} for before, own in pairs]
+    return responses, [[mask[n:] for mask in group] for n, group in zip(lens, masks, strict=True)], of_responses
+
+
+def _behind(entry: Media, turn_len: int, answered: Media) -> Media:
+    """The images of a text with a turn of text behind it, and an answer with images of its own."""
+    text = {"mm_token_type_ids": torch.zeros(turn_len, dtype=torch.int64)}
+    return {
+        name: torch.cat([x, *(more[name] for more in (text, answered) if name in more)]) for name, x in entry.items()
+    }
 
 
 def _sampled(

@@ -39,7 +39,8 @@ class DemoSettings:
         groups, prompt_len, responses, response_len: of live rollouts: prompts, tokens of each, responses a prompt, most
             tokens of a response.
         turns: of live rollouts; with more than one, turns of `response_len` sampled tokens with as many of an
-            environment in between, which do not count; rollouts branch at every turn.
+            environment in between, which do not count (and two pictures, for a model that sees them); rollouts branch
+            at every turn.
         budget: rows of a micro-batch, for both ways; None: those of the largest group with its prompt replicated.
         dtype: of weights and computation.
         device: None: CUDA where there is one.

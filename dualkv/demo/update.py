@@ -87,7 +87,7 @@ def replicated_batches(rollouts: Rollouts, budget: int, device: torch.device) ->
     """
     pairs = list(zip(rollouts.flat_prompts, rollouts.flat_responses, strict=True))
     total = [len(p) + len(r) for p, r in pairs]
-    media = [m for m, n in zip(rollouts.media or [], rollouts.group_sizes, strict=False) for _ in range(n)]
+    media = rollouts.flat_media
     order = sorted((i for i, n in enumerate(rollouts.trained_lens) if n), key=lambda i: -total[i])
     batches = []
     while order:
@@ -120,7 +120,7 @@ def packed_batches(rollouts: Rollouts, budget: int, device: torch.device) -> lis
         ValueError: a budget below one prompt with one of its responses.
     """
     ends = list(itertools.accumulate(rollouts.group_sizes, initial=0))
-    trained, flat = rollouts.trained_lens, rollouts.flat_responses
+    trained, flat, shown = rollouts.trained_lens, rollouts.flat_responses, rollouts.response_media
     # Groups, as their responses that have a token to train on, counted through all groups.
     groups = [(g, [i for i in range(a, b) if trained[i]]) for g, (a, b) in enumerate(itertools.pairwise(ends))]
     groups = [(g, members) for g, members in groups if members]
@@ -133,6 +133,7 @@ def packed_batches(rollouts: Rollouts, budget: int, device: torch.device) -> lis
             [rollouts.prompts[g] for g in of_groups],
             [[flat[i] for i in some] for some in chosen],
             media=None if rollouts.media is None else [rollouts.media[g] for g in of_groups],
+            response_media=None if shown is None else [[shown[i] for i in some] for some in chosen],
         )
         members = [i for some in chosen for i in some]
         batches.append(_packed(_counted(batch, rollouts, members).to(device), _places(rollouts, members, device)))
@@ -148,19 +149,18 @@ def tree_batches(rollouts: Rollouts, budget: int, device: torch.device) -> list[
     flat = zip(rollouts.flat_prompts, rollouts.flat_responses, rollouts.flat_masks, strict=True)
     rows = [(torch.cat([p, r]), torch.cat([torch.zeros(len(p), dtype=torch.bool), mask])) for p, r, mask in flat]
     kept = [i for i, n in enumerate(rollouts.trained_lens) if n]
+    seen = rollouts.flat_media
     batches = []
-    for plan in plan_sequences([rows[i][0] for i in kept], budget):
+    for plan in plan_sequences([rows[i][0] for i in kept], budget, media=[seen[i] for i in kept] if seen else None):
         chosen = [kept[i] for i in plan]
-        batch = pack_sequences([rows[i][0] for i in chosen], [rows[i][1] for i in chosen], device=device)
+        media = [seen[i] for i in chosen] if seen else None
+        batch = pack_sequences([rows[i][0] for i in chosen], [rows[i][1] for i in chosen], media=media, device=device)
         batches.append(_packed(batch, _places(rollouts, chosen, device)))
     return batches
 
 
 def _packed(batch: PackedBatch | PackedSequences, places: torch.Tensor) -> ModelBatch:
-    inputs: dict[str, Any] = {"input_ids": batch.input_ids, "dualkv": batch.layout}
-    if isinstance(batch, PackedBatch):
-        inputs |= batch.media
-    return ModelBatch(inputs, batch, places)
+    return ModelBatch({"input_ids": batch.input_ids, "dualkv": batch.layout, **batch.media}, batch, places)
 
 
 # Each takes an update's rollouts, a budget (the most rows of a micro-batch) and the device of the inputs.

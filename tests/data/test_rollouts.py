@@ -213,7 +213,7 @@ def test_sampled_turns_branch(rollouts: int, turns: int, distinct: list[int]) ->
     model = load_model("tiny", torch.float64, torch.device("cpu"), seed=0)
     texts = topic_prompts(ByteTokenizer(), 9, 2, seed=0)
     answers = [topic_prompts(ByteTokenizer(), 3, turns - 1, seed=g + 1) for g in range(2)]
-    responses, masks = sample_turns(model, texts, answers, rollouts, 4, vocab_size=257, seed=7)
+    responses, masks, _ = sample_turns(model, texts, answers, rollouts, 4, vocab_size=257, seed=7)
     for prompt, group, mask, answer in zip(texts, responses, masks, answers, strict=True):
         assert [len(r) for r in group] == [4 * turns + 3 * (turns - 1)] * rollouts
         for turn in range(turns):

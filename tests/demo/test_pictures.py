@@ -41,9 +41,12 @@ def test_patches_are_those_of_a_processor() -> None:
     torch.testing.assert_close(patches(picture, 8, 2, 2), expected["pixel_values"])
 
 
-def test_turns_are_refused() -> None:
-    with pytest.raises(ValueError, match="turns is 2, expected 1 for a model that sees pictures"):
-        run_demo(DemoSettings(**SMALL, turns=2))
+def test_all_ways_agree_on_turns_with_pictures() -> None:
+    found = run_demo(DemoSettings(**SMALL | {"turns": 2, "responses": 4, "steps": 1, "groups": 1}, check=True))
+    assert found.exact
+    replicated, packed, tree = (found.ways[way].tokens[0] for way in ("replicated", "packed", "tree"))
+    assert tree < packed < replicated
+    assert max(apart.gradients for apart in found.to_truth.values()) < 1e-4
 
 
 def test_a_folder_of_a_model_that_sees_pictures(tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
-"""`python -m tools.bench.images --json images.json`: forward and backward of a group with images in its prompt.
+"""`python -m tools.bench.images --json images.json`: forward and backward of a group with images in its prompt, with
+`--turns` also in each turn of its responses, as agents see screenshots.
+
+    python -m tools.bench.images --json agent.json -n 8 --images 6 --text 1536 --turns 6 -r 256
 
 A Qwen3-VL of the 8B model's shape, cut to some decoder layers, with its whole vision tower, which is trained. Packed,
 each image goes through the tower and the decoder once; replicated, once for each response, in micro-batches. Both ways
-compute checkpointed layers again, and only rows that predict response tokens reach the head.
+compute checkpointed layers again, and only rows that predict text of responses reach the head.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -44,6 +47,18 @@ class Sizes:
     micro_batch: int
     repeats: int
     tiny: bool
+    turns: int = 0
+
+
+class Group(NamedTuple):
+    """Ids of the prompt and of the responses, which tokens of a response count, and what a processor returns for the
+    prompt and for each sequence."""
+
+    prompt: torch.Tensor
+    responses: list[torch.Tensor]
+    mask: torch.Tensor
+    media: dict[str, torch.Tensor]
+    of_sequences: list[dict[str, torch.Tensor]]
 
 
 def make_model(sizes: Sizes, device: torch.device) -> Any:
@@ -66,8 +81,7 @@ def make_model(sizes: Sizes, device: torch.device) -> Any:
     return recompute_layers(model.to(device).train())
 
 
-def make_group(sizes: Sizes, device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Ids of the prompt, of the responses, and what a processor returns for the prompt."""
+def make_group(sizes: Sizes, device: torch.device) -> Group:
     draw = torch.Generator().manual_seed(0)
 
     def words(count: int) -> torch.Tensor:
@@ -78,41 +92,57 @@ def make_group(sizes: Sizes, device: torch.device) -> tuple[torch.Tensor, list[t
     each = sizes.text // (sizes.images + 1)
     pieces = [x for _ in range(sizes.images) for x in (words(each), image)]
     prompt = torch.cat([*pieces, words(sizes.text - each * sizes.images)])
-    responses = [words(sizes.response_len).to(device) for _ in range(sizes.responses)]
-    media = {
-        "pixel_values": torch.randn(sizes.images * rows * 4, 3 * 2 * 16**2, generator=draw),
-        "image_grid_thw": torch.tensor([[1, 2 * sizes.side, 2 * sizes.side]] * sizes.images),
-        "mm_token_type_ids": (prompt == IMAGE).int()[None],
-    }
-    return prompt.to(device), responses, {name: value.to(device) for name, value in media.items()}
+    text = torch.full((sizes.response_len,), 20)
+    blank = torch.cat([image, text]).repeat(sizes.turns) if sizes.turns else text
+    mask = blank >= 20
+    responses = [blank.masked_scatter(mask, words(int(mask.sum()))) for _ in range(sizes.responses)]
+
+    def pixels(images: int) -> torch.Tensor:
+        return torch.randn(images * rows * 4, 3 * 2 * 16**2, generator=draw).to(device)
+
+    def media_of(ids: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
+        grids = torch.tensor([[1, 2 * sizes.side, 2 * sizes.side]] * (len(values) // rows // 4))
+        kinds = (ids == IMAGE).int()[None]
+        return {"pixel_values": values, "image_grid_thw": grids.to(device), "mm_token_type_ids": kinds.to(device)}
+
+    shared = pixels(sizes.images)
+    of_sequences = [
+        media_of(torch.cat([prompt, one]), torch.cat([shared, pixels(sizes.turns)]) if sizes.turns else shared)
+        for one in responses
+    ]
+    on_device = [one.to(device) for one in responses]
+    return Group(prompt.to(device), on_device, mask, media_of(prompt, shared), of_sequences)
 
 
-def run_packed(model: Any, sizes: Sizes, group: Any, weights: torch.Tensor) -> torch.Tensor:
-    prompt, responses, media = group
-    batch = dualkv.pack([prompt], [responses], media=[media])
+def run_packed(model: Any, sizes: Sizes, group: Group, weights: torch.Tensor) -> torch.Tensor:
+    batch: dualkv.PackedBatch | dualkv.PackedSequences
+    if sizes.turns:
+        sequences = [torch.cat([group.prompt, one]) for one in group.responses]
+        masks = [pad(group.mask, (len(group.prompt), 0))] * len(sequences)
+        batch = dualkv.pack_sequences(sequences, masks, media=group.of_sequences)
+    else:
+        batch = dualkv.pack([group.prompt], [group.responses], media=[group.media])
     hidden = model.model(input_ids=batch.input_ids, dualkv=batch.layout, **batch.media).last_hidden_state
     logp, _ = dualkv.response_logprobs(hidden, head(model), batch)
-    (logp * weights.flatten()).sum().backward()
-    return logp.detach().view(weights.shape)
+    rows = torch.stack(batch.unpack(logp))
+    (rows * weights).sum().backward()
+    return rows.detach()
 
 
-def run_replicated(model: Any, sizes: Sizes, group: Any, weights: torch.Tensor) -> torch.Tensor:
-    prompt, responses, media = group
-    found = []
+def run_replicated(model: Any, sizes: Sizes, group: Group, weights: torch.Tensor) -> torch.Tensor:
+    prompt, found = group.prompt, []
     for begin in range(0, sizes.responses, sizes.micro_batch):
-        some = torch.stack(responses[begin : begin + sizes.micro_batch])
-        ids = torch.cat([prompt.expand(len(some), -1), some], 1)
-        kinds = pad(media["mm_token_type_ids"], (0, sizes.response_len)).expand(len(some), -1)
+        some = torch.stack(group.responses[begin : begin + sizes.micro_batch])
+        media = group.of_sequences[begin : begin + sizes.micro_batch]
         hidden = model.model(
-            input_ids=ids,
-            pixel_values=media["pixel_values"].repeat(len(some), 1),
-            image_grid_thw=media["image_grid_thw"].repeat(len(some), 1),
-            mm_token_type_ids=kinds,
+            input_ids=torch.cat([prompt.expand(len(some), -1), some], 1),
+            **{name: torch.cat([one[name] for one in media]) for name in media[0]},
             use_cache=False,
         ).last_hidden_state
-        batch = dualkv.pack([prompt] * len(some), list(some), group_ids=range(len(some)))  # rows as in `ids`
-        batch.layout.mark_used()
-        logp = dualkv.response_logprobs(hidden.flatten(0, 1), head(model), batch)[0].view(some.shape)
+        alone = dualkv.pack([prompt] * len(some), list(some), group_ids=range(len(some)))  # rows as in `input_ids`
+        alone.layout.mark_used()
+        batch = dualkv.PackedSequences.from_batch(alone, [group.mask] * len(some))
+        logp = torch.stack(batch.unpack(dualkv.response_logprobs(hidden.flatten(0, 1), head(model), batch)[0]))
         (logp * weights[begin : begin + sizes.micro_batch]).sum().backward()
         found.append(logp.detach())
     return torch.cat(found)
@@ -132,12 +162,36 @@ def timed(
     return *repeated(run, repeats, take_gradients), gradients
 
 
+def flop_ratio(model: Any, sizes: Sizes, group: Group) -> float:
+    """FLOP of a replicated forward over those of a packed one: products of the decoder, its head and the tower."""
+
+    def weights(module: Any) -> int:
+        return sum(x.numel() for x in module.parameters() if x.dim() > 1)
+
+    text = model.config.text_config
+    prompt, own = len(group.prompt), len(group.responses[0])
+    patches = sizes.side**2 * 4
+    head_dim = getattr(text, "head_dim", text.hidden_size // text.num_attention_heads)
+    a_pair = 2 * 2 * text.num_attention_heads * head_dim * text.num_hidden_layers
+    vision = model.config.vision_config
+    an_image = 2 * weights(model.model.visual.blocks) * patches + 4 * vision.hidden_size * vision.depth * patches**2
+    heads = 2 * model.lm_head.weight.numel() * int(group.mask.sum()) * sizes.responses
+
+    def of(prompts: int) -> float:
+        rows, images = prompts * prompt + sizes.responses * own, prompts * sizes.images + sizes.responses * sizes.turns
+        pairs = prompts * prompt**2 / 2 + sizes.responses * own * (prompt + own / 2)
+        return 2 * weights(model.model.language_model.layers) * rows + a_pair * pairs + an_image * images + heads
+
+    return of(sizes.responses) / of(1)
+
+
 def measure(sizes: Sizes, device: torch.device) -> dict[str, Any]:
     model, group = make_model(sizes, device), make_group(sizes, device)
-    shape = sizes.responses, sizes.response_len
-    weights = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) / sizes.response_len).to(device)
+    shape = sizes.responses, int(group.mask.sum())
+    weights = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) / shape[1]).to(device)
+    ratio = flop_ratio(model, sizes, group)
     held = torch.cuda.memory_allocated() / 2**30 if device.type == "cuda" else None
-    warm = [group[0], group[1][: sizes.micro_batch], group[2]]
+    warm = group._replace(responses=group.responses[: sizes.micro_batch])
     rows, logps, gradients = {}, {}, {}
     few = Sizes(**asdict(sizes) | {"responses": sizes.micro_batch})
     for way, run, repeats in (("replicated", run_replicated, 1), ("packed", run_packed, sizes.repeats)):
@@ -156,6 +210,7 @@ def measure(sizes: Sizes, device: torch.device) -> dict[str, Any]:
     return {
         "rows": rows,
         "times_as_fast": rows["replicated"]["median"] / rows["packed"]["median"],
+        "flop_ratio": ratio,
         "weights_gib": held,
         "logp_rms_apart": float((logps["packed"] - logps["replicated"]).double().square().mean().sqrt()),
         "gradients_apart": apart,
@@ -166,16 +221,19 @@ def main(
     json_to: JsonPath,
     layers: Annotated[int, typer.Option(help="Of the decoder.")] = 8,
     responses: Annotated[int, typer.Option("--responses", "-n", help="Of the one prompt.")] = 16,
-    response_len: Annotated[int, typer.Option("--response-len", "-r", help="Tokens of each response.")] = 1024,
+    response_len: Annotated[
+        int, typer.Option("--response-len", "-r", help="Tokens of text of each response, or of each turn.")
+    ] = 1024,
     images: Annotated[int, typer.Option(help="Of the prompt.")] = 4,
     side: Annotated[int, typer.Option(help="Tokens a side of an image: 32 are 1,024 tokens.")] = 32,
     text: Annotated[int, typer.Option(help="Tokens of text in the prompt.")] = 500,
     micro_batch: Annotated[int, typer.Option(help="Replicated sequences at once; packed, the group is.")] = 4,
     repeats: Annotated[int, typer.Option(help="Packed; replicated it is one, after one micro-batch.")] = 3,
+    turns: Annotated[int, typer.Option(help="Of a response, an image and text each; 0: it is text.")] = 0,
     tiny: Annotated[bool, typer.Option(help="A narrow model, to try the program.")] = False,
 ) -> None:
     """Measure forward and backward of a group with images, replicated and packed."""
-    sizes = Sizes(layers, responses, response_len, images, side, text, micro_batch, repeats, tiny)
+    sizes = Sizes(layers, responses, response_len, images, side, text, micro_batch, repeats, tiny, turns)
     cuda = torch.cuda.is_available()
     record = Record(json_to, cuda)
     figures = measure(sizes, torch.device("cuda" if cuda else "cpu"))

@@ -14,14 +14,15 @@ from transformers import AutoConfig
 from dualkv.arrays import check_gib, positive
 from dualkv.branches import Branch
 from dualkv.data.gain import MIN_SHARED, pays_over
+from dualkv.data.media import SequenceMedia
 from dualkv.data.memory import Memory
 from dualkv.data.packing import PackedBatch, pack_padded
 from dualkv.data.parts import TreePart
-from dualkv.data.trees import PackedSequences, pack_tree
+from dualkv.data.trees import PackedSequences, pack_tree, tree_of
 from dualkv.integrations.patching import Changes
 from dualkv.integrations.transformers import adapters, enable, layers, recompute_layers, support
 from dualkv.integrations.transformers.experts import load_balancing_loss
-from dualkv.prefixes import PrefixTree, read_sequences
+from dualkv.prefixes import PrefixTree, shared_prefixes
 from dualkv.walks import walk_values
 
 Batch = dict[str, Any]
@@ -107,29 +108,31 @@ def pack_rollouts(
     prompt_mask: torch.Tensor,
     response_ids: torch.Tensor,
     response_mask: torch.Tensor,
-    media: list[Batch] | None = None,
+    media: SequenceMedia | None = None,
 ) -> PackedBatch | PackedSequences:
     """A micro-batch for TRL's head, which takes one label a row: two rollouts share a token if they share the next one.
 
-    Equal prompts are packed once. Without media, so is everything else that rollouts begin with in common, if that
-    saves enough (:func:`dualkv.data.gain.pays_over`); then parts of fewer than `MIN_SHARED` tokens are repeated.
+    Equal prompts are packed once, and so is everything else that rollouts begin with in common, if that saves enough
+    (:func:`dualkv.data.gain.pays_over`) or there are images; then parts of fewer than `MIN_SHARED` tokens are repeated.
 
     Args:
-        prompt_ids, prompt_mask, response_ids, response_mask, media: as for :func:`dualkv.pack_padded`.
+        prompt_ids, prompt_mask, response_ids, response_mask: as for :func:`dualkv.pack_padded`.
+        media: of prompts and responses.
 
     Raises:
         ValueError: as for :func:`dualkv.pack_padded`.
     """
-    batch = pack_padded(prompt_ids, prompt_mask, response_ids, response_mask, labels="roll", media=media)
-    if media is not None or batch.num_response_tokens == 0:
+    batch = pack_padded(prompt_ids, prompt_mask, response_ids, response_mask, labels="roll")
+    if media is None and batch.num_response_tokens == 0:
         return batch
     prompts, responses = tokens_of_rows(prompt_ids, prompt_mask), tokens_of_rows(response_ids, response_mask)
     sequences = joined(prompts, responses)
-    tree, layout = prefix_tree(sequences), batch.layout
-    if not pays_over(tree.parent, tree.length, (layout.parent.numpy(), np.diff(layout.offsets.numpy()))):
+    tree, layout = prefix_tree(sequences, media), batch.layout
+    others = layout.parent.numpy(), np.diff(layout.offsets.numpy())
+    if media is None and not pays_over(tree.parent, tree.length, others):
         return batch
     masks = [np.arange(len(p) + len(r)) >= len(p) for p, r in zip(prompts, responses, strict=True)]
-    return pack_tree(tree, sequences, masks, "roll", prompt_ids.device)
+    return pack_tree(tree, sequences, masks, "roll", prompt_ids.device, seen=media)
 
 
 def tokens_of_rows(ids: torch.Tensor, mask: torch.Tensor) -> list[npt.NDArray[Any]]:
@@ -142,9 +145,10 @@ def joined(prompts: list[npt.NDArray[Any]], responses: list[npt.NDArray[Any]]) -
     return [np.concatenate(pair) for pair in zip(prompts, responses, strict=True)]
 
 
-def prefix_tree(sequences: list[npt.NDArray[Any]]) -> PrefixTree:
+def prefix_tree(sequences: list[npt.NDArray[Any]], media: SequenceMedia | None = None) -> PrefixTree:
     """Build the tree that :func:`pack_rollouts` uses for sequences where everything is shared."""
-    return read_sequences(sequences, MIN_SHARED)[1].at_least(MIN_SHARED).one_label_a_row().tree()
+    shared = shared_prefixes(sequences if media is None else media.tokens(sequences))
+    return tree_of(shared, MIN_SHARED, "roll", media)
 
 
 def rows_of_tokens(batch: PackedBatch | PackedSequences) -> torch.Tensor:
@@ -180,8 +184,7 @@ def call(
     """
     labels = batch.labels if labels is None else labels
     inputs = {"input_ids": batch.input_ids, "shift_labels": labels, "dualkv": batch.layout}
-    if isinstance(batch, PackedBatch):
-        inputs |= batch.media
+    inputs |= batch.media
     if not with_aux_loss:
         return model(**inputs, fused_lm_head=True), None
     found: list[Any] = []

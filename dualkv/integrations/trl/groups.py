@@ -19,7 +19,7 @@ from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, uns
 
 from dualkv.arrays import positive
 from dualkv.canary import packed_vs_separate
-from dualkv.data.media import OF_TOKENS, grouped
+from dualkv.data.media import OF_TOKENS, SequenceMedia, entries, grouped, within
 from dualkv.data.memory import Memory
 from dualkv.data.packing import PackedBatch
 from dualkv.data.trees import PackedSequences
@@ -80,8 +80,8 @@ class PackedGroups(Base):
     first rollout, and no other random number is drawn. With `steps_per_generation` above `gradient_accumulation_steps`
     an optimizer step takes whole groups, where TRL's takes rollouts of any group.
 
-    Images in the prompt are kept once for each group too, in models whose images run packed
-    (:data:`dualkv.integrations.transformers.media.FAMILIES`). Micro-batches with images share prompts alone.
+    Images, of prompts and of tools' answers, are computed once too where rollouts share them, in models whose images
+    run packed (:data:`dualkv.integrations.transformers.media.FAMILIES`). No image is cut.
 
     With `canary`, log-probs of two rollouts are computed alone every so many optimizer steps
     (:func:`dualkv.packed_vs_separate`), in the first micro-batch of the step; a difference that rounding does not
@@ -106,7 +106,7 @@ class PackedGroups(Base):
             vision-language model whose images do not run packed, PEFT adapters that `enable` refuses,
             `neftune_noise_alpha`, a `canary` below 1, a `memory` that is not positive, without `fast`, off a GPU or
             beside other ranks, or a `walk` below 1, with `fast`, `canary`, images, the load balancing loss or other
-            ranks; in training for images in completions, and inputs other than text and images.
+            ranks; in training for inputs other than text and images, and images that do not fit their placeholders.
         TypeError: a `walk` of another type.
     """
 
@@ -141,6 +141,10 @@ class PackedGroups(Base):
         if walk is not None:
             refuse_walk(self, fast=fast, canary=canary)
         enable_all(self, fast, memory)
+        ids = (getattr(self.model.config, name, None) for name in ("image_token_id", "video_token_id"))
+        # Gemma's marks make rows see each other, so those of the processor alone serve.
+        ahead = any(how.ahead for how in media.families(self.model))
+        self._marks = {} if ahead else {token: kind for kind, token in enumerate(ids, 1) if token is not None}
         losses.warn_of_trl(self)
 
     @profiling_decorator
@@ -157,9 +161,9 @@ class PackedGroups(Base):
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Log-probs [B, R], entropies [B, R] if asked for, and the load balancing loss if asked for."""
         size = batch_size or len(input_ids)
-        of_prompts = _media(others, len(input_ids), input_ids.shape[1] - logits_to_keep)
+        images = _media(others, len(input_ids))
         outputs = [
-            self._packed(model, ids, mask, logits_to_keep, compute_aux_loss, of_prompts[i * size : (i + 1) * size])
+            self._packed(model, ids, mask, logits_to_keep, compute_aux_loss, images[i * size : (i + 1) * size])
             for i, (ids, mask) in enumerate(zip(input_ids.split(size), attention_mask.split(size), strict=True))
         ]
         logps, entropies, aux_losses = zip(*outputs, strict=True)
@@ -176,18 +180,19 @@ class PackedGroups(Base):
         mask: torch.Tensor,
         response_width: int,
         with_aux_loss: bool,
-        of_prompts: list[Batch],
+        images: list[Batch],
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """One micro-batch as one packed row."""
         at = ids.shape[1] - response_width
         response_mask = mask[:, at:]
-        batch = pack_rollouts(ids[:, :at], mask[:, :at], ids[:, at:], response_mask, of_prompts or None)
+        found = _seen(images, ids, mask, self._marks) if images else None
+        batch = pack_rollouts(ids[:, :at], mask[:, :at], ids[:, at:], response_mask, found)
         rows = rows_of_tokens(batch)
         count_rows(self, batch, ids)
         if self._walk is not None and response_mask.any():
             with self.accelerator.autocast():
-                found = walk_head(model, batch, self._walk, ("log_probs", "entropy"), response_mask)
-            return found["log_probs"], found.get("entropy"), None
+                walked = walk_head(model, batch, self._walk, ("log_probs", "entropy"), response_mask)
+            return walked["log_probs"], walked.get("entropy"), None
         with self.accelerator.autocast():
             outputs, aux_loss = call(model, self.accelerator.unwrap_model(model), batch, with_aux_loss)
             self._compare(model, batch, outputs.log_probs)
@@ -222,7 +227,7 @@ class PackedGroups(Base):
                 self._seen: list[tuple[torch.Tensor, ...]] = []
                 for batch, at in zip(self._buffered_inputs, torch.arange(steps * size).split(size), strict=True):
                     batch[AT] = at
-            self._buffered_inputs = _regrouped(self._buffered_inputs)
+            self._buffered_inputs = _regrouped(self._buffered_inputs, self._marks)
             inputs = self._buffered_inputs[self._step % steps]
         return inputs
 
@@ -281,26 +286,19 @@ class RLOOTrainer(PackedGroups, trl.RLOOTrainer):
     """`trl.RLOOTrainer` that computes once what rollouts of a micro-batch share, see :class:`PackedGroups`."""
 
 
-def _media(given: Batch, rollouts: int, width: int) -> list[Batch]:
-    """Split what a processor returned into one batch for the prompt of each rollout; an empty list without any.
+def _media(given: Batch, rollouts: int) -> list[Batch]:
+    """Split what a processor returned into one batch for each rollout; an empty list without any.
 
     Args:
         given: as TRL joins it: images of all rollouts end to end, or padded to as many in each; values of tokens
             [B, P + R].
         rollouts: B.
-        width: P.
     """
     found = {name: value for name, value in given.items() if value is not None}
     if unknown := found.keys() - OF_IMAGES - {*OF_TOKENS}:
         raise ValueError(
             f"the batch has {', '.join(sorted(unknown))}: text and images are packed, use TRL's own trainer"
         )
-    for name in found.keys() & {*OF_TOKENS}:
-        if found[name][:, width:].any():
-            raise ValueError(
-                f"{name} has images in completions: only those of prompts are packed, use TRL's own trainer"
-            )
-        found[name] = found[name][:, :width]
     apart = split_pixel_values_by_grid(found)
     for name in COUNTS:
         apart.pop(name, None)
@@ -315,13 +313,34 @@ def _media(given: Batch, rollouts: int, width: int) -> list[Batch]:
     return rows
 
 
-def _regrouped(batches: list[Batch]) -> list[Batch]:
+def _seen(images: list[Batch], ids: torch.Tensor, mask: torch.Tensor, marks: dict[int, int]) -> SequenceMedia:
+    """The images of rollouts, without those of tokens that the mask leaves out.
+
+    Args:
+        images: of :func:`_media`.
+        ids: [B, L].
+        mask: [B, L].
+        marks: kinds of placeholders by their ids, where the processor returned no values of tokens.
+    """
+    if not any(name in row for row in images for name in OF_TOKENS):
+        kinds = torch.zeros_like(ids)
+        for token, kind in marks.items():
+            kinds[ids == token] = kind
+        images = [
+            row | {OF_TOKENS[0]: own[None]} if row and marks else row for row, own in zip(images, kinds, strict=True)
+        ]
+    found = entries(images, [ids.shape[1]] * len(ids)) or []
+    return SequenceMedia([within(*pair) for pair in zip(found, (mask != 0).cpu().numpy(), strict=True)])
+
+
+def _regrouped(batches: list[Batch], marks: dict[int, int]) -> list[Batch]:
     """Micro-batches of the same rollouts and sizes, with rollouts of equal prompts and images next to each other, and
     within these groups those whose responses begin alike.
 
     Args:
         batches: with "prompt_ids" and "prompt_mask" [B, P], "completion_ids" and "completion_mask" [B, R]; images as
             TRL joins them. Values without a first dimension are equal in all batches.
+        marks: as for :func:`_seen`.
     """
     whole: Batch = {}
     batches = [split_pixel_values_by_grid(batch) for batch in batches]
@@ -332,10 +351,13 @@ def _regrouped(batches: list[Batch]) -> list[Batch]:
         else:
             whole[name] = [x for value in values for x in value] if isinstance(first, list) else first
     prompts, responses = (tokens_of_rows(whole[f"{of}_ids"], whole[f"{of}_mask"]) for of in ("prompt", "completion"))
-    of_images = {name: whole[name] for name in OF_IMAGES - COUNTS if whole.get(name) is not None}
-    images = [dict(zip(of_images, values, strict=True)) for values in zip(*of_images.values(), strict=True)]
-    group = grouped([prompt.tobytes() for prompt in prompts], images)
-    place = prefix_tree(joined(prompts, responses)).last  # what begins alike has neighbouring places
+    images = _media({name: whole[name] for name in (OF_IMAGES - COUNTS) | {*OF_TOKENS} if name in whole}, len(prompts))
+    ids, mask = (torch.cat([whole[f"{of}_{what}"] for of in ("prompt", "completion")], 1) for what in ("ids", "mask"))
+    seen = _seen(images, ids, mask, marks) if images else None
+    sequences = joined(prompts, responses)
+    keys = sequences if seen is None else seen.tokens(sequences)
+    group = grouped([key[: len(prompt)].tobytes() for key, prompt in zip(keys, prompts, strict=True)], [])
+    place = prefix_tree(sequences, seen).last  # what begins alike has neighbouring places
     order = np.lexsort((place, group)).tolist()
     for name, value in whole.items():
         if isinstance(value, list):

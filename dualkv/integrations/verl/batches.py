@@ -90,7 +90,7 @@ class PacksBatches:
         veRL's losses divide. A ValueError of one rank (`error`, or a rollout that is too long) is raised on all.
         """
         reason = verl_data.not_packable(data, images)
-        rollouts = None if reason else verl_data.read(data, self._min_shared)
+        rollouts = None if reason else verl_data.read(data, self._min_shared, images)
         dynamic = tu.get_non_tensor_data(data, "use_dynamic_bsz", True)
         parts = plan_on_all_ranks(
             rollouts,

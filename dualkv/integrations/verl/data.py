@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from verl.utils import tensordict_utils as tu
-from verl.utils.model import extract_multi_modal_inputs
 
 from dualkv.arrays import IntArray, positions
 from dualkv.data.gain import if_it_pays
-from dualkv.data.media import grouped
+from dualkv.data.media import OF_TOKENS, SequenceMedia, entries, grouped
 from dualkv.data.trees import tree_rows, tree_tokens
 from dualkv.layout import Layout
 from dualkv.prefixes import SharedPrefixes, shared_prefixes
@@ -45,6 +44,7 @@ class Rollouts:
         packed_once: the tokens that rollouts share, less the last one. Each rollout starts its own part with a copy of
             that token, so that the label of every row is the next row's token.
         trees: whether `packed_once` has everything that rollouts have in common, or only prompts.
+        marks: the kinds of tokens that stand for images and videos, by their ids (:class:`Images`).
     """
 
     prompt_lens: IntArray
@@ -52,6 +52,7 @@ class Rollouts:
     group: IntArray
     packed_once: SharedPrefixes
     trees: bool = False
+    marks: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def of_groups(cls, prompt_lens: IntArray, response_lens: IntArray, group: IntArray) -> Rollouts:
@@ -67,7 +68,7 @@ class Rollouts:
     def select(self, some: IntArray) -> Rollouts:
         """Some of the rollouts, in the order of `some`."""
         p, r, group = self.prompt_lens[some], self.response_lens[some], self.group[some]
-        return Rollouts(p, r, group, self.packed_once.select(some), self.trees)
+        return Rollouts(p, r, group, self.packed_once.select(some), self.trees, self.marks)
 
     def members(self) -> list[IntArray]:
         """The rollouts of each group."""
@@ -80,11 +81,11 @@ class Images(NamedTuple):
 
     Attributes:
         inputs: the names of inputs of its model.
-        placeholders: the ids of tokens that stand for images and videos.
+        marks: by the ids of tokens that stand for images (1) and videos (2), their kinds.
     """
 
     inputs: tuple[str, ...]
-    placeholders: tuple[int, ...]
+    marks: dict[int, int]
 
 
 def not_packable(data: Any, images: Images | str) -> str | None:
@@ -122,10 +123,12 @@ def not_packable(data: Any, images: Images | str) -> str | None:
     if not np.array_equal(columns, expected):
         return "prompt tokens are in the loss"
     if held and isinstance(images, Images):
-        # Each response starts with its own copy of the prompt's last token.
-        own = positions(sequences) >= np.repeat(prompts - 1, sequences)
-        if np.isin(_host(data["input_ids"].values())[own], images.placeholders).any():
-            return "a response holds images, or a prompt ends with one"
+        try:
+            seen, tokens = _seen(data, images.marks)
+            if seen is not None:
+                seen.check(tokens)
+        except (ValueError, TypeError) as error:
+            return str(error)
     of_text = rows.values() if rows.dim() == 2 else rows.values()[0]
     if not np.array_equal(_host(of_text), positions(sequences)):
         return "its positions do not count from 0 in every sequence"
@@ -153,12 +156,26 @@ def _response_lens(data: Any) -> IntArray:
     return _host(data["attention_mask"][:, data["prompts"].shape[1] :].sum(1))
 
 
-def read(data: Any, min_shared: int | None = None) -> Rollouts:
+def _seen(data: Any, marks: dict[int, int]) -> tuple[SequenceMedia | None, list[IntArray]]:
+    """The images of a batch's sequences, None without any; and the sequences."""
+    sequences = np.split(_host(data["input_ids"].values()), _host(data["input_ids"].offsets())[1:-1])
+    found = _modalities(data)
+    if not any(found):
+        return None, sequences
+    for entry, tokens in zip(found, sequences, strict=True):
+        kinds = sum((kind * (tokens == token) for token, kind in marks.items()), np.zeros_like(tokens))
+        entry[OF_TOKENS[0]] = torch.from_numpy(kinds)
+    names = [f"multi_modal_inputs[{i}]" for i in range(len(found))]
+    return SequenceMedia(entries(found, [len(x) for x in sequences], names=names) or []), sequences
+
+
+def read(data: Any, min_shared: int | None = None, images: Images | str = "") -> Rollouts:
     """The rollouts of a batch for which :func:`not_packable` returned None.
 
     Without `min_shared`, equal prompts are packed once. With `min_shared`, every common beginning of sequences is
     packed once, as a tree; a segment of the tree with fewer tokens than `min_shared` is repeated. Where that saves next
-    to nothing (:mod:`dualkv.data.gain`), nothing is shared, and a warning says so, once.
+    to nothing (:mod:`dualkv.data.gain`), nothing is shared, and a warning says so, once. Images are shared, as a whole,
+    where their content is equal; `images` is the argument of :func:`not_packable`.
 
     A group is the rollouts with equal prompts and images, whatever their `uid`s are: only equal prompts can be shared.
     Sampling gives the rollouts of one `uid` equal prompts, but an agent may change them. If they differ, a warning
@@ -167,9 +184,14 @@ def read(data: Any, min_shared: int | None = None) -> Rollouts:
     prompt_lens, response_lens = _prompt_lens(data), _response_lens(data)
     sequences = data["input_ids"]
     tokens, starts = _host(sequences.values()), _host(sequences.offsets())[:-1]
-    keys = [tokens[start : start + length].tobytes() for start, length in zip(starts, prompt_lens, strict=True)]
-    group = grouped(keys, _modalities(data))
-    rollouts = Rollouts.of_groups(prompt_lens, response_lens, group)
+    marks = images.marks if isinstance(images, Images) else {}
+    seen, keys = _seen(data, marks)
+    if seen is not None:
+        keys = seen.tokens(keys)
+    group = grouped([key[:length].tobytes() for key, length in zip(keys, prompt_lens, strict=True)], [])
+    rollouts = replace(Rollouts.of_groups(prompt_lens, response_lens, group), marks=marks)
+    if seen is not None:
+        rollouts = replace(rollouts, packed_once=seen.whole(rollouts.packed_once))
     uids = tu.get(data, "uid")
     ask = isinstance(uids, list) and DIFFERING not in _said
     if ask and (text := _differing_prompts(rollouts, uids, tokens, starts)):
@@ -177,12 +199,13 @@ def read(data: Any, min_shared: int | None = None) -> Rollouts:
         logger.warning(text)
     if min_shared is None:
         return rollouts
-    shared, gain = if_it_pays(shared_prefixes(np.split(tokens, starts[1:])).at_least(min_shared))
+    shared, gain = if_it_pays(shared_prefixes(keys).at_least(min_shared))
     if not gain.pays and NOTHING_GAINED not in _said:
         _said.append(NOTHING_GAINED)
         logger.warning("dualkv: %s is set, but %s", NOTHING_GAINED, gain)
     common = np.maximum(np.minimum(shared.common, _same_temperature(data, rollouts, shared.order)) - 1, 0)
-    return replace(rollouts, packed_once=replace(shared, common=common), trees=True)
+    once = replace(shared, common=common)
+    return replace(rollouts, packed_once=once if seen is None else seen.whole(once), trees=True)
 
 
 def _same_temperature(data: Any, rollouts: Rollouts, order: IntArray) -> IntArray:
@@ -211,6 +234,8 @@ def _differing_prompts(rollouts: Rollouts, uids: list[Any], tokens: IntArray, st
         both = min(len(a), len(b))
         differs = np.flatnonzero(a[:both] != b[:both])
         where = f"at token {differs[0]}" if len(differs) else f"in length ({len(a)} and {len(b)} tokens)"
+        if not len(differs) and len(a) == len(b):
+            where = "in their images"
         return (
             f"dualkv: rollouts {j} and {i} have the uid {uid}, but their prompts differ {where};"
             " each is packed with equal prompts only"
@@ -234,7 +259,7 @@ class PackedRollouts:
             sequences, concatenated in the order of the micro-batch.
         packed_rows: [rows] int64: for each row of the replicated sequences, the packed row.
         position_ids: [rows, T] int64 of models that see images, of text first; None where veRL sends one row.
-        media: inputs of the model for the images of all prompts, each once.
+        media: inputs of the model for the images of all segments, each once.
     """
 
     input_ids: torch.Tensor
@@ -294,10 +319,9 @@ def pack(data: Any, rollouts: Rollouts) -> PackedRollouts:
         if not np.array_equal(once[:, packed_rows], replicated):
             raise ValueError("position_ids differ between rollouts with equal prompts, expected equal positions")
         position_ids = torch.from_numpy(once)
-    media = _modalities(data)
-    leaders = tree.source[np.flatnonzero(tree.parent < 0)]
-    of_prompts = extract_multi_modal_inputs([media[i] for i in leaders]) if media else {}
     layout = Layout._from_arrays(tree.offsets, tree.parent, "cpu", last=tree.last)
-    return PackedRollouts(
-        input_ids, layout, source, head_rows, value, of_sequences, of_packed, position_ids, of_prompts
-    )
+    seen, _ = _seen(data, rollouts.marks)
+    media = {} if seen is None else seen.packed(tree, layout)
+    for name in OF_TOKENS:  # the model has positions
+        media.pop(name, None)
+    return PackedRollouts(input_ids, layout, source, head_rows, value, of_sequences, of_packed, position_ids, media)

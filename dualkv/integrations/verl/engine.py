@@ -42,7 +42,7 @@ from dualkv.integrations.transformers import adapters, fused, heads, layers, med
 from dualkv.integrations.transformers.media import Placed
 from dualkv.integrations.verl import canary
 from dualkv.integrations.verl import data as verl_data
-from dualkv.integrations.verl.batches import MODEL_TYPE, TREES, HeadRows, PacksBatches, packed_parts, temperatures
+from dualkv.integrations.verl.batches import MODEL_TYPE, HeadRows, PacksBatches, packed_parts, temperatures
 from dualkv.integrations.verl.data import PackedRollouts
 from dualkv.layout import Layout
 from dualkv.packed_rows import PackedRows
@@ -186,11 +186,9 @@ class DualKVEngine(PacksBatches, FSDPEngineWithLMHead):
             return f"images of {self.module.config.model_type} are not known to run packed in veRL"
         if self.use_ulysses_sp and not self._splits_itself:
             return "ulysses_sequence_parallel_size is above 1, which splits rows behind the check of their positions"
-        if self._min_shared is not None:
-            return f"{TREES} shares tokens, which may stand for other images"
         ids = (getattr(self.module.config, name, None) for name in ("image_token_id", "video_token_id"))
         inputs = tuple(name for how in families for name in how.inputs)
-        return verl_data.Images(inputs, tuple(i for i in ids if i is not None))
+        return verl_data.Images(inputs, {token: kind for kind, token in enumerate(ids, 1) if token is not None})
 
     # ------------------------------------------------------------------ a batch, in micro-batches of whole groups
     def forward_backward_batch(

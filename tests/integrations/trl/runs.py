@@ -149,6 +149,44 @@ class Turns:
         return (begun, *found[1:]) if isinstance(found, tuple) else begun
 
 
+class Screens:
+    """A mixin before a GRPO trainer of the model with images: completions begin with a turn in which a tool returns an
+    image, which some of a prompt's rollouts share. One in four has none."""
+
+    tools: Any
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        self.tools = None
+        texts, answers, _, completions, logps, more, images, _ = super()._generate(prompts)  # type: ignore[misc]
+        mark, start, end, _ = range(VOCAB, VOCAB + len(MARKS))
+        seen: dict[tuple[int, ...], int] = {}
+        shown: list[list[Any]] = []
+        masks = []
+        for i, prompt in enumerate(texts):
+            number = seen[tuple(prompt)] = seen.get(tuple(prompt), -1) + 1
+            height, width = [(8, 4), (8, 4), (0, 0), (4, 12)][number % 4]
+            draw = np.random.default_rng([sum(prompt), height])
+            shown.append([Image.fromarray(draw.integers(0, 255, (height, width, 3), np.uint8))] if height else [])
+            turn = [*range(3, 9), start, *[mark] * (height * width // 16), end, 9, 10] if height else []
+            masks.append([0] * len(turn) + [1] * len(answers[i]))
+            answers[i] = turn + answers[i]
+        self.tools = [True]
+        both = [[*(before or []), *after] for before, after in zip(images, shown, strict=True)]
+        return texts, answers, masks, completions, logps, more, both, shown
+
+
+class PackedScreens(Screens, GRPOTrainer):
+    pass
+
+
+class PaddedScreens(Screens, Padded):
+    pass
+
+
+class TheirScreens(Screens, trl.GRPOTrainer):
+    pass
+
+
 def turns(of_prompt: int, number: int) -> list[int]:
     """Make the first turns of the rollout of that number: of four the first three share a turn, of these two another
     one."""

@@ -18,7 +18,7 @@ from trl.experimental import gmpo
 from dualkv.integrations import losses
 from dualkv.integrations.transformers import checkpointing, enable, fused, recompute_layers
 from dualkv.integrations.trl import GRPOTrainer, RLOOTrainer, common
-from dualkv.integrations.trl.groups import _regrouped
+from dualkv.integrations.trl.groups import _regrouped, _seen
 from tests.integrations.tiny import VOCAB, assert_close, make_featured, make_model
 from tests.integrations.transformers.test_fast import Memory
 from tests.integrations.transformers.test_recurrent import make as make_recurrent
@@ -26,10 +26,13 @@ from tests.integrations.trl.runs import (
     NF4,
     SETTINGS,
     GMPOTrainer,
+    PackedScreens,
     Padded,
     PaddedGMPO,
     PaddedRLOO,
+    PaddedScreens,
     Run,
+    TheirScreens,
     Turns,
     make_trainer,
     tokenizer,
@@ -81,8 +84,9 @@ TRAINERS = {
     "grpo": (GRPOTrainer, Padded, trl.GRPOTrainer),
     "rloo": (RLOOTrainer, PaddedRLOO, trl.RLOOTrainer),
     "gmpo": (GMPOTrainer, PaddedGMPO, gmpo.GMPOTrainer),
+    "screens": (PackedScreens, PaddedScreens, TheirScreens),
 }
-CONFIGS = {"grpo": trl.GRPOConfig, "rloo": trl.RLOOConfig, "gmpo": gmpo.GMPOConfig}
+CONFIGS = {"grpo": trl.GRPOConfig, "rloo": trl.RLOOConfig, "gmpo": gmpo.GMPOConfig, "screens": trl.GRPOConfig}
 RUNS |= {
     "RLOO, reference model, two iterations": {
         "of": "rloo",
@@ -93,6 +97,7 @@ RUNS |= {
     },
     "RLOO, mixture of experts": {"of": "rloo", "model": "qwen3_moe", "router_aux_loss_coef": 0.5, "evaluate": True},
     "RLOO, images": {"of": "rloo", "model": "images", "steps_per_generation": 4, "learning_rate": 0.01},
+    "images of tools": {"of": "screens", "model": "images", "steps_per_generation": 4, "learning_rate": 0.01},
     "GMPO, reference model, two iterations": {"of": "gmpo", "num_iterations": 2, "beta": 0.04, "max_steps": 4},
     "GMPO, entropies": {"of": "gmpo", "top_entropy_quantile": 0.5, "evaluate": True},
 }
@@ -302,31 +307,48 @@ def test_groups_follow_each_other_and_nothing_is_lost(folder: Path) -> None:
 
 
 def test_one_text_with_several_images_makes_several_groups() -> None:
-    """Rollouts are put together by tokens and images; each keeps its own, also where their sizes differ."""
-    images = [torch.full((n, 24), float(n)) for n in (4, 8, 0)]
-    grids = [torch.tensor([[1, n // 2, 2]] * (n > 0), dtype=torch.int64).view(-1, 3) for n in (4, 8, 0)]
+    """Rollouts are put together by tokens and images of their prompts; each keeps its own, also of tools' answers."""
+    images = [torch.full((n, 24), float(i)) for i, n in enumerate((4, 4, 0))]
+    grids = [torch.tensor([[1, 2, 2], [1, 4, 1]])[[k] if k < 2 else []] for k in range(3)]
     of_rollouts, texts = [0, 1, 2, 1, 0, 2, 1, 0], [5, 5, 6, 5, 5, 6, 5, 5]
+    screen = [False, True] * 4  # behind the prompt of every second rollout
+    marks = [9 if k < 2 else 8 for k in of_rollouts]
+
+    def pixels(i: int) -> list[torch.Tensor]:
+        return [images[of_rollouts[i]], *[images[0] + i] * screen[i]]
+
     batches = [
         {
-            "prompt_ids": torch.tensor([[text] for text in texts[cut]]),
-            "prompt_mask": torch.ones(4, 1, dtype=torch.int64),
-            "completion_ids": torch.arange(8)[cut, None],
-            "completion_mask": torch.ones(4, 1, dtype=torch.int64),
+            "prompt_ids": torch.tensor(list(zip(texts, marks, strict=True)))[cut],
+            "prompt_mask": torch.ones(4, 2, dtype=torch.int64),
+            "completion_ids": torch.tensor([[9 if x else 7, 10 + i] for i, x in enumerate(screen)])[cut],
+            "completion_mask": torch.ones(4, 2, dtype=torch.int64),
             "advantages": torch.arange(8.0)[cut],
-            "num_images": [int(k < 2) for k in of_rollouts[cut]],
-            "pixel_values": torch.cat([images[k] for k in of_rollouts[cut]]),
-            "image_grid_thw": torch.cat([grids[k] for k in of_rollouts[cut]]),
+            "num_images": [int(of_rollouts[i] < 2) + screen[i] for i in range(8)[cut]],
+            "pixel_values": torch.cat([x for i in range(8)[cut] for x in pixels(i)]),
+            "image_grid_thw": torch.cat(
+                [x for i in range(8)[cut] for x in [grids[of_rollouts[i]]] + [grids[0]] * screen[i]]
+            ),
             "num_items_in_batch": torch.tensor(8),
         }
         for cut in (slice(0, 4), slice(4, 8))
-    ]
-    found = _regrouped(batches)
-    assert [x for batch in found for x in batch["advantages"].tolist()] == [0, 4, 7, 1, 3, 6, 2, 5]
-    order = [0, 0, 0, 1], [1, 1, 2, 2]
-    for batch, kinds in zip(found, order, strict=True):
-        assert batch["num_images"] == [int(k < 2) for k in kinds]
-        assert torch.equal(batch["pixel_values"], torch.cat([images[k] for k in kinds]))
-        assert torch.equal(batch["image_grid_thw"], torch.cat([grids[k] for k in kinds]))
+    ]  # fmt: skip
+    found = _regrouped(batches, {9: 1})
+    order = [int(x) for batch in found for x in batch["advantages"]]
+    assert [of_rollouts[i] for i in order] == [0] * 3 + [1] * 3 + [2] * 2
+    for batch, own in zip(found, (order[:4], order[4:]), strict=True):
+        assert batch["num_images"] == [int(of_rollouts[i] < 2) + screen[i] for i in own]
+        assert torch.equal(batch["pixel_values"], torch.cat([x for i in own for x in pixels(i)]))
+
+
+def test_images_of_masked_tokens_are_left_out() -> None:
+    """TRL masks completions that were cut."""
+    ids, mask = torch.tensor([[5, 9, 6, 9, 7]] * 2), torch.ones(2, 5)
+    mask[1, 3:] = 0
+    images = [{"pixel_values": torch.arange(8.0)[:, None], "image_grid_thw": torch.tensor([[1, 2, 2]] * 2)}] * 2
+    of_own = _seen(images, ids, mask, {9: 1}).images
+    assert [[image.begin for image in row] for row in of_own] == [[1, 3], [1]]
+    assert of_own[1][0].entry["pixel_values"].flatten().tolist() == [0, 1, 2, 3]
 
 
 def test_rollouts_of_a_group_that_begin_alike_follow_each_other() -> None:
@@ -342,7 +364,7 @@ def test_rollouts_of_a_group_that_begin_alike_follow_each_other() -> None:
         }
         for cut in (slice(0, 4), slice(4, 8))
     ]
-    assert [x for batch in _regrouped(batches) for x in batch["advantages"].tolist()] == [0, 7, 2, 6, 4, 1, 3, 5]
+    assert [x for batch in _regrouped(batches, {}) for x in batch["advantages"].tolist()] == [0, 7, 2, 6, 4, 1, 3, 5]
 
 
 # ---------------------------------------------------------------- log-probs of given batches

@@ -65,7 +65,10 @@ def test_images_that_are_not_packed_are_refused(folder: Path) -> None:
     ids, mask, room = padded_batch()
     for given, message in (
         ({"spatial_shapes": torch.ones(1), "image_sizes": None}, "the batch has spatial_shapes: text and images are"),
-        ({"mm_token_type_ids": torch.ones_like(ids)}, "mm_token_type_ids has images in completions: only those of pro"),
+        (
+            {"mm_token_type_ids": torch.ones_like(ids)},
+            r"media\[0\]..pixel_values.. has 0 patches for \d+ placeholder tokens",
+        ),
         ({"pixel_values": torch.ones(1)}, rf"pixel_values has 1 entries for {len(ids)} rollouts"),
     ):
         with pytest.raises(ValueError, match=message):

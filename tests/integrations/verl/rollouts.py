@@ -184,7 +184,7 @@ def make_rollouts(s: dict[str, Any], ranks: int, rank: int) -> TensorDict:
 
     Read from the scenario `s`: `groups`; `interleaved`; `differs`, the rollout and token of a prompt to change;
     `temperature`, one number or "ragged" for one a rollout; `padded` for the way over veRL's padded form; `turns` for
-    rollouts of several turns, which share more than their prompts.
+    rollouts of several turns, which share more than their prompts; `screens` for responses that begin with an image.
     """
     generator = torch.Generator().manual_seed(7)
 
@@ -202,7 +202,10 @@ def make_rollouts(s: dict[str, Any], ranks: int, rank: int) -> TensorDict:
     seen: list[dict[str, Any]] = []
     of_images: list[torch.Tensor] = []
     if s.get("model", "").startswith("images"):
-        prompts, responses, of_images, seen = _with_images(prompts, responses)
+        shown: list[list[tuple[int, int]]] = [[] for _ in responses]
+        if s.get("screens"):
+            responses, masks, shown = _screens(responses, uids)
+        prompts, responses, of_images, seen = _with_images(prompts, responses, shown)
     if s.get("turns"):
         prompts, responses, masks = _turns(prompts, responses, uids, draw)
     noise = [torch.randn(3, len(r), generator=generator) for r in responses]
@@ -252,37 +255,53 @@ def nested_positions(rows: list[torch.Tensor]) -> torch.Tensor:
     return torch.nested.nested_tensor_from_jagged(torch.cat(rows, 1), lens, jagged_dim=2)
 
 
-def _with_images(
-    prompts: list[torch.Tensor], responses: list[torch.Tensor]
-) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[dict[str, Any]]]:
-    """Prompts with placeholders, responses without; positions [4, L] of each rollout; the images of each rollout.
+def _screens(
+    responses: list[torch.Tensor], uids: list[str]
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[list[tuple[int, int]]]]:
+    """Responses behind a turn with an image, which two of a group share, and a third one has in another form; their
+    loss masks; sizes of these images."""
+    changed, masks, shown = [], [], []
+    for i, (response, uid) in enumerate(zip(responses, uids, strict=True)):
+        size = [(4, 4), (4, 4), (2, 8), None][(i - uids.index(uid)) % 4]
+        turn = torch.tensor([7, 8, 9, START, *[IMAGE] * 4, END, 5, 6] if size else [], dtype=torch.int64)
+        shown.append([size] if size else [])
+        masks.append(torch.cat([torch.zeros_like(turn), torch.ones_like(response)]))
+        changed.append(torch.cat([turn, response % (IMAGE - 1) + 1]))
+    return changed, masks, shown
 
-    Images follow each other from the prompt's second token on. As in Qwen-VL, an image of h x w tokens takes max(h, w)
-    positions.
+
+def _with_images(
+    prompts: list[torch.Tensor], responses: list[torch.Tensor], shown: list[list[tuple[int, int]]]
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[dict[str, Any]]]:
+    """Prompts with placeholders; positions [4, L] of each rollout; the images of each rollout.
+
+    Images follow each other from the prompt's second token on; responses have those of the sizes `shown` already. As in
+    Qwen-VL, an image of h x w tokens takes max(h, w) positions.
     """
-    prompts, responses = ([x % (IMAGE - 1) + 1 for x in rows] for rows in (prompts, responses))
+    prompts = [x % (IMAGE - 1) + 1 for x in prompts]
+    responses = [x if own else x % (IMAGE - 1) + 1 for x, own in zip(responses, shown, strict=True)]
     positions, seen = [], []
-    for prompt, response in zip(prompts, responses, strict=True):
-        found: list[torch.Tensor] = [torch.zeros(3, 1)]
+    for prompt, response, own in zip(prompts, responses, shown, strict=True):
         at, sizes = 1, IMAGES.get(len(prompt), [])
         for height, width in sizes:
-            h, w = height // 2, width // 2
-            rows = h * w
+            rows = height * width // 4
             prompt[at], prompt[at + 1 : at + 1 + rows], prompt[at + 1 + rows] = START, IMAGE, END
-            start = found[-1].max() + 1
-            grid = torch.stack(torch.meshgrid(torch.arange(1), torch.arange(h), torch.arange(w), indexing="ij"))
-            found.append(start.expand(3, 1))
-            found.append(grid.reshape(3, rows) + start + 1)
-            found.append((found[-1].max() + 1).expand(3, 1))
             at += rows + 2
-        found.append((torch.arange(len(prompt) + len(response) - at) + found[-1].max() + 1).expand(3, -1))
-        whole = torch.cat(found, 1).long()
-        positions.append(torch.cat([torch.arange(whole.shape[1])[None], whole]))
+        whole, found, at = torch.cat([prompt, response]), [torch.full((3, 1), -1)], 0
+        for height, width in sizes + own:
+            h, w = height // 2, width // 2
+            begin = at + int((whole[at:] == IMAGE).int().argmax())
+            found.append(torch.arange(1, begin - at + 1).expand(3, -1) + found[-1].max())
+            grid = torch.stack(torch.meshgrid(torch.arange(1), torch.arange(h), torch.arange(w), indexing="ij"))
+            found.append(grid.reshape(3, h * w) + found[-1].max() + 1)
+            at = begin + h * w
+        found.append(torch.arange(1, len(whole) - at + 1).expand(3, -1) + found[-1].max())
+        positions.append(torch.cat([torch.arange(len(whole))[None], torch.cat(found[1:], 1)]))
         draw = torch.Generator().manual_seed(len(prompt))
-        grids = torch.tensor([(1, *size) for size in sizes]).view(-1, 3)
+        grids = torch.tensor([(1, *size) for size in sizes + own]).view(-1, 3)
         pixels = {"pixel_values": torch.randn(int(grids.prod(1).sum()), 24, generator=draw), "image_grid_thw": grids}
         pixels["images_seqlens"] = grids.prod(1)  # veRL's agent loop adds it
-        seen.append(pixels if sizes else {})
+        seen.append(pixels if len(grids) else {})
     return prompts, responses, positions, seen
 
 

@@ -14,6 +14,7 @@ SEQUENCE_LOSS = {"loss": "gspo", "mean": "seq-mean-token-mean"}
 ONE_KV_HEAD = {"model": "one_kv_head"}
 WINDOWS_AND_SINKS = {"model": "windows_and_sinks", "attention": "eager"}  # transformers has no SDPA with sinks
 IMAGES = {"model": "images"}
+SCREENS = IMAGES | {"screens": True}
 # veRL 0.9.1 cannot run a micro-batch without images of a Qwen2.5-VL with transformers 5.
 IMAGES_2_5 = {
     "model": "images_2_5",
@@ -86,6 +87,9 @@ ONE: dict[str, dict[str, Any]] = {
     "stock-images": STOCK | IMAGES,
     "images": PACKED | IMAGES | {"budget": TIGHT},
     "images-roomy": PACKED | IMAGES | {"budget": ROOMY, "pad_to": 64},
+    "stock-screens": STOCK | SCREENS,
+    "screens": PACKED | SCREENS | {"budget": LONG},
+    "screens-trees": PACKED | SCREENS | {"trees": 1, "budget": ROOMY},
     "images-fsdp1": PACKED | IMAGES | {"strategy": "fsdp"},
     "stock-images-2.5": STOCK | IMAGES_2_5,
     "images-2.5": PACKED | IMAGES_2_5 | {"budget": TIGHT},

@@ -33,6 +33,7 @@ def reference(name: str) -> str:
         "mean",
         "settings",
         "turns",
+        "screens",
         "groups",
     )
     same = STOCK | {key: settings[key] for key in matters if key in settings}

@@ -92,7 +92,7 @@ def test_falls_back_and_says_so_once(name: str, results: Results) -> None:
 
 def test_images_that_are_packed_and_those_that_are_not() -> None:
     data = make_rollouts({"model": "images"}, 1, 0)
-    packs = Images(("pixel_values", "image_grid_thw"), (IMAGE,))
+    packs = Images(("pixel_values", "image_grid_thw"), {IMAGE: 1})
     assert not_packable(data, packs) is None
     assert not_packable(data, "why") == "it holds images, audio or video, and why"
     three = data.copy()
@@ -102,10 +102,10 @@ def test_images_that_are_packed_and_those_that_are_not() -> None:
     del three["multi_modal_inputs"]  # text alone
     for what, why in ((packs, "expected 4: text, frames, height and width"), ("why", "and why")):
         assert not_packable(three, what) == f"its positions have 3 rows, {why}"
-    assert not_packable(data, Images(("pixel_values",), (IMAGE,))) == (
+    assert not_packable(data, Images(("pixel_values",), {IMAGE: 1})) == (
         "it holds image_grid_thw, which is not known to run packed"
     )
-    rows = read(data)
+    rows = read(data, None, packs)
     assert rows.group.tolist() == read(make_rollouts({}, 1, 0)).group.tolist()
     packed = pack(data, rows)
     assert packed.media["image_grid_thw"].tolist() == [[1, 4, 6], [1, 4, 4], [1, 2, 6], [1, 6, 4]]
@@ -115,12 +115,21 @@ def test_images_that_are_packed_and_those_that_are_not() -> None:
     at = next(i for i, entry in enumerate(seen) if entry)
     seen[at]["pixel_values"] = seen[at]["pixel_values"] + 1
     tu.assign_non_tensor_stack(other, "multi_modal_inputs", seen)
-    assert read(other).group.max() == rows.group.max() + 1  # the same ids, another image
-    data["input_ids"].values()[-1] = IMAGE
-    assert not_packable(data, packs) == "a response holds images, or a prompt ends with one"
+    assert read(other, None, packs).group.max() == rows.group.max() + 1  # the same ids, another image
     data["position_ids"].values()[2, 18] += 1  # of a shared row
     with pytest.raises(ValueError, match="position_ids differ between rollouts with equal prompts"):
         pack(data, rows)
+    data["input_ids"].values()[-1] = IMAGE
+    assert "multi_modal_inputs[15]['pixel_values'] has 24 patches for 7 placeholder tokens" in not_packable(data, packs)
+
+
+def test_images_of_responses_are_shared_by_their_content() -> None:
+    data = make_rollouts({"model": "images", "screens": True}, 1, 0)
+    packs = Images(("pixel_values", "image_grid_thw"), {IMAGE: 1})
+    assert not_packable(data, packs) is None
+    prompts, trees = (pack(data, read(data, shared, packs)) for shared in (None, 1))
+    # Of groups of 3, 3, 5, 2, 1 and 2 rollouts all but one have an image; the first two of a group share theirs.
+    assert [len(x.media["image_grid_thw"]) for x in (prompts, trees)] == [4 + 15, 4 + 15 - 6]
 
 
 def test_multimodal_batch_is_verls(results: Results) -> None:
