@@ -249,7 +249,8 @@ class Shard(PackedRows):
         return self.to_rows(out)
 
     def to_heads(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Exchange rows for heads, by one all-to-all for each dtype.
+        """Exchange rows for heads, by an all-to-all for each tensor: what arrives is contiguous, as scans want it, which
+        the columns of one wide exchange are not.
 
         A rank's heads read consecutive heads of tensors that have fewer of them. These are repeated until every rank
         gets equally many, each in order.
@@ -264,15 +265,8 @@ class Shard(PackedRows):
             ValueError: the largest number of heads is no multiple of the ranks.
         """
         check_heads("rows", max(x.shape[1] for x in rows), self.world_size)
-        shares = [self._shares(x, 1) for x in rows]  # [t, ranks, h, ...]
-        found: dict[int, torch.Tensor] = {}
-        for dtype in dict.fromkeys(x.dtype for x in shares):
-            chosen = [i for i, x in enumerate(shares) if x.dtype == dtype]
-            parts = [shares[i].flatten(2) for i in chosen]
-            mine = _Exchange.apply(torch.cat(parts, 2).transpose(0, 1), self.group).flatten(0, 1)
-            columns = mine.split([x.shape[2] for x in parts], 1)
-            found.update((i, x.unflatten(1, shares[i].shape[2:])) for i, x in zip(chosen, columns, strict=True))
-        return [found[i] for i in range(len(shares))]
+        shares = [self._shares(x, 1).transpose(0, 1) for x in rows]  # [ranks, t, h, ...]
+        return [_Exchange.apply(x, self.group).flatten(0, 1) for x in shares]
 
     def to_rows(self, x: torch.Tensor) -> torch.Tensor:
         """Exchange heads for rows, the inverse of :meth:`to_heads`: [rows of the layout, heads of this rank, ...] ->
