@@ -249,8 +249,8 @@ class Shard(PackedRows):
         return self.to_rows(out)
 
     def to_heads(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Exchange rows for heads, by an all-to-all for each tensor: what arrives is contiguous, as scans want it, which
-        the columns of one wide exchange are not.
+        """Exchange rows for heads, by an all-to-all for each tensor: what arrives is contiguous, as scans want it;
+        the columns of one wide exchange would not be.
 
         A rank's heads read consecutive heads of tensors that have fewer of them. These are repeated until every rank
         gets equally many, each in order.
