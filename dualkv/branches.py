@@ -266,7 +266,7 @@ def _behind(own: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.cat([own.new_zeros(rows, *own.shape[1:]), own])
 
 
-class _Again(NamedTuple):
+class Again(NamedTuple):
     """A checkpointed region that runs again.
 
     Attributes:
@@ -278,8 +278,8 @@ class _Again(NamedTuple):
     run: Any
 
 
-def _checkpointed() -> Any:
-    """The innermost checkpointed region that runs: itself in a forward, :class:`_Again` when it runs again, else None.
+def checkpointed() -> Any:
+    """The innermost checkpointed region that runs: itself in a forward, :class:`Again` when it runs again, else None.
 
     torch.utils.checkpoint has no name for it that a function inside could ask for. Both times its hooks for saved
     tensors hold the region's frame. A caller refuses what this does not recognize.
@@ -290,7 +290,7 @@ def _checkpointed() -> Any:
     cells = zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True)  # not inspect.getclosurevars: slow
     held = {name: cell.cell_contents for name, cell in cells if name in ("frame", "target_frame_ref")}
     again = held.get("target_frame_ref")
-    return held.get("frame") if again is None else _Again(again(), pack)
+    return held.get("frame") if again is None else Again(again(), pack)
 
 
 class Branch(PackedRows):
@@ -321,6 +321,7 @@ class Branch(PackedRows):
         self._keeping, self._modes = keeping or Keeping(), {} if modes is None else modes
         self._kept: dict[Hashable, Kept] = {}
         self.kv_heads = 0
+        self._noted: dict[Hashable, torch.Tensor] = {}
         self.anchor = torch.zeros((), requires_grad=True)
         self.at_end = ExitStack()
         self.begin(torch.is_grad_enabled() and not part.is_trunk)
@@ -344,8 +345,8 @@ class Branch(PackedRows):
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that the branch keeps for the parts below, with the gradients that they will leave."""
-        return sum(kept.bytes for kept in self._kept.values())
+        """Bytes that the branch keeps for the parts below, with the gradients that they will leave, and for itself."""
+        return sum(kept.bytes for kept in self._kept.values()) + sum(x.nbytes for x in self._noted.values())
 
     def begin(self, has_graph: bool) -> None:
         """Begin a pass. The second one of a trunk, with a graph, frees what the first one kept."""
@@ -442,15 +443,15 @@ class Branch(PackedRows):
         """
         calls = self._calls.setdefault(layer, [])
         if not self._done:
-            region = None if torch.compiler.is_compiling() else _checkpointed()
+            region = None if torch.compiler.is_compiling() else checkpointed()
             calls.append(None if region is None else weakref.ref(region))
             return len(calls) - 1
         if len(calls) == 1:
             return 0
         # Regions run again in the backward's order, and each from its beginning.
-        found = _checkpointed()
+        found = checkpointed()
         numbers: list[int] = []
-        if isinstance(found, _Again):
+        if isinstance(found, Again):
             if found.run is not self._run:
                 self._run, self._again = found.run, {}
             numbers = [n for n, region in enumerate(calls) if region is not None and region() is found.region]
@@ -484,6 +485,26 @@ class Branch(PackedRows):
                 found: tuple[torch.Tensor, ...] = _Read.apply(self.anchor, branch._kept[key])
                 return found
         raise ValueError(f"the path keeps nothing of {key!r}: a part above did not run it")
+
+    def of_path(self, call: tuple[Hashable, int]) -> list[torch.Tensor]:
+        """The tensors that the path keeps of a call of a layer, [rows of the path, ...] each; none where there is no
+        path. Their gradients arrive in the trunks that made them.
+
+        Raises:
+            ValueError: a part above did not run that call.
+        """
+        pieces = [
+            [kept[:rows] for kept in _Read.apply(self.anchor, self._keys(above, call))]
+            for above, (_, rows) in zip(self._above, self.part.path, strict=True)
+            if rows
+        ]
+        return [torch.cat(parts) for parts in zip(*pieces, strict=True)]
+
+    def noted(self, call: tuple[Hashable, int], make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The result of `make` in the first pass of a call of a layer, also in later passes and recomputations."""
+        if call not in self._noted:
+            self._noted[call] = make()
+        return self._noted[call]
 
     @staticmethod
     def _keys(branch: Branch, call: tuple[Hashable, int]) -> Kept:

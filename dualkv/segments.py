@@ -60,6 +60,8 @@ class Segments:
         self.offsets, self.parent, self.silent, self.last = offsets, parent, silent, last
         self.use = Use()
         self.depth = self._checked_depth()
+        # Tokens of the longest path: one more than the highest position id. Compiled models read it in their graphs.
+        self.longest_path = int((self.first_position + self.lengths).max(initial=0))
         self._cache: dict[Any, Any] = {}
         self._of_copies: Segments | None = None
         self._alike = _LIVING.setdefault(_contents(offsets, parent), WeakValueDictionary())
@@ -165,11 +167,6 @@ class Segments:
     def position(self) -> IntArray:
         """[T] position id of each row on its path."""
         return np.arange(self.total) + (self.first_position - self.offsets[:-1])[self.segment_of_row]
-
-    @cached_property
-    def longest_path(self) -> int:
-        """Tokens of the longest path: one more than the highest position id."""
-        return int((self.first_position + self.lengths).max(initial=0))
 
     @cached_property
     def first_query(self) -> IntArray:

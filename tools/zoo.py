@@ -18,6 +18,7 @@ import json
 import multiprocessing
 import re
 import resource
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -33,14 +34,14 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from dualkv import Layout
-from dualkv.integrations.transformers import enable, layers, selfcheck, support
+from dualkv.integrations.transformers import enable, indexers, layers, selfcheck, support
 from dualkv.integrations.transformers.shrink import Sizes, shrink
 from tools import filed
 from tools.bench.record import OptionalJsonPath, Record
 
 EXACT, REFUSED, WRONG, NOT_BUILT = OUTCOMES = "exact", "refused", "wrong", "not built"
 MAPPINGS = {name: getattr(transformers, name)._model_mapping for name in support.AUTO_CLASSES[:2]}
-SIZES = Sizes(layers=6, width=96, vocabulary=80, experts=6, positions=96, threshold=5, selected=32)
+SIZES = Sizes(layers=6, width=96, vocabulary=80, experts=6, positions=96, threshold=5, selected=7)
 LAYOUTS = (
     Layout.from_lengths([11, 1, 4], [[6, 0, 9], [13, 2], [3]]),
     Layout.from_segments(np.cumsum([0, 5, 3, 0, 7, 2, 1, 4, 10, 6]), [-1, 0, 1, 1, 0, -1, 5, 6, 6]),
@@ -99,6 +100,11 @@ def _examine_model(auto: str, config: PreTrainedConfig) -> Result:
         return _failed(error)
     if (objection := next(layers.objections(whole), None)) is not None:
         return {"outcome": REFUSED, "reason": objection}
+    if untried := _untried(whole):
+        return {
+            "outcome": NOT_BUILT,
+            "reason": f"no layer of its defaults has a {untried}: name some in tools/zoo.json",
+        }
     refused, result = None, _compare(type(whole), whole.config)
     try:
         enable(whole)
@@ -111,6 +117,14 @@ def _examine_model(auto: str, config: PreTrainedConfig) -> Result:
     if any(support.features(module) for module in layers.attention_modules(whole)):
         result["features"] = True
     return result
+
+
+def _untried(model: PreTrainedModel) -> str | None:
+    """A class of indexers that the file of a decoder has and its layers do not."""
+    used = {type(module).__name__ for module in model.modules()}
+    files = (vars(sys.modules[type(decoder).__module__]) for decoder in layers.decoders(model))
+    found = (name for names in files for name in names if name.endswith("Indexer"))
+    return next((name for name in found if name not in used), None)
 
 
 def _failed(error: Exception) -> Result:
@@ -176,7 +190,8 @@ def replicated(model: Any, layout: Layout, given: tuple[torch.Tensor, torch.Tens
     ids, weight = given or inputs(model, layout)
     logits, total, seen = [], torch.zeros(()), set[int]()
     for path in selfcheck.sequence_rows(layout):
-        out = model(input_ids=ids[:, path], use_cache=False).logits[0]
+        with indexers.first_of_equals():
+            out = model(input_ids=ids[:, path], use_cache=False).logits[0]
         first = [i for i, row in enumerate(path) if row not in seen]
         total = total + loss(out[first], weight[[path[i] for i in first]])
         seen.update(path)

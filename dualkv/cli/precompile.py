@@ -82,7 +82,7 @@ HEADS = {
 # in older files.
 LAYER_TYPES = (
     *("full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "attention", "hybrid"),
-    *("linear_attention", "mamba", "conv", "mlp", "moe"),
+    *("linear_attention", "mamba", "conv", "mlp", "moe", "minimax_m3_sparse"),
 )
 OF_HEADS = {"num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim", "n_head"}
 OF_LATENT_HEADS = {"qk_nope_head_dim", "qk_rope_head_dim"}

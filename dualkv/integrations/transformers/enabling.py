@@ -59,17 +59,13 @@ def _position_ids(
     position_ids: torch.Tensor | None,
     offsets: torch.Tensor,
     parent: torch.Tensor,
-    model: str,
-    limit: int | None,
 ) -> torch.Tensor:
-    """The layout's position ids [1, T] int64 for `tokens` [1, T, ...]; raises if the given ones differ, or if a path is
-    longer than the limit of the model of that name.
+    """The layout's position ids [1, T] int64 for `tokens` [1, T, ...]; raises if the given ones differ.
 
     This is an op, so that a compiled model also checks every batch. On a GPU the comparison is an asynchronous
     assertion, which stops the process at the next synchronisation. The host does not wait for the device here.
     """
     layout = Layout(segments_of(offsets, parent), offsets, parent, tokens.device)
-    indexers.check_path(model, layout._segments.longest_path, limit)
     return _checked_positions(tokens, position_ids, layout.position_ids[None], layout)
 
 
@@ -79,8 +75,6 @@ def _(
     position_ids: torch.Tensor | None,
     offsets: torch.Tensor,
     parent: torch.Tensor,
-    model: str,
-    limit: int | None,
 ) -> torch.Tensor:
     return tokens.new_empty(tokens.shape[:2], dtype=torch.int64)
 
@@ -127,17 +121,14 @@ def _positions(
     tokens: torch.Tensor,
     position_ids: torch.Tensor | None,
     dualkv: object,
-    model: str = "",
-    limit: int | None = None,
 ) -> torch.Tensor:
-    """[1, T], the position of each of the tokens [1, T, ...]; raises if the tokens or the given ones do not fit, or if
-    a path is longer than the model's `limit`. With images the positions may be [3, 1, T]."""
+    """[1, T], the position of each of the tokens [1, T, ...]; raises if the tokens or the given ones do not fit. With
+    images the positions may be [3, 1, T]."""
     packed = packed_rows(dualkv)
     whole = packed.whole
     if packed.rows is None and not packed.has_positions:
-        found = _position_ids(tokens.detach(), position_ids, whole.offsets, whole.parent, model, limit)
+        found = _position_ids(tokens.detach(), position_ids, whole.offsets, whole.parent)
         return cast(torch.Tensor, found)
-    indexers.check_path(model, whole._segments.longest_path, limit)
     own = packed.position_ids.to(tokens.device)
     return _checked_positions(tokens, position_ids, own[None] if own.dim() == 1 else own, whole)
 
@@ -184,13 +175,14 @@ def _enter_decoder(
         )
     if kwargs.get("use_cache") or any(kwargs.get(cache) is not None for cache in recurrent.CACHES):
         raise ValueError("past_key_values or use_cache came together with dualkv: packed groups run without a cache")
+    indexers.refuse(name, module.config, packed.of_layers)
     if isinstance(packed.of_layers, Shard):
         recurrent.refuse(recurrent.mixers(module), packed.of_layers.world_size)
     # Layers that hand no keyword arguments on would not refuse any.
     layers.refuse_arguments(f"a call of {name}", kwargs, ("dualkv", *layers.arguments(type(module))))
     # With images, given positions are compared with the model's where the images are placed.
     given = None if packed.has_positions else kwargs.get("position_ids")
-    position_ids = _positions(tokens, given, layout, name, indexers.longest_path(module.config))
+    position_ids = _positions(tokens, given, layout)
     changed = {"use_cache": False, "attention_mask": mask, "position_ids": position_ids, "dualkv": packed.of_layers}
     return args, {**kwargs, **changed}
 
@@ -337,11 +329,13 @@ def _packed_attention(
         raise ValueError(
             f"{layers.describe(module)} is not causal self-attention, the only kind that dualkv.attention computes"
         )
-    features = layers.features(module, attention_mask, kwargs)
+    features, sets = layers.features(module, attention_mask, kwargs), indexers.given_sets(kwargs)
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if layers.has_temperature(module):
         positions = _positions(q[None], None, dualkv)[0]
         q = (q * layers.temperature(module, positions)[:, None, None]).to(q.dtype)
+    if sets is not None and sets.numel():
+        return indexers.attend(module, dualkv, q, k, v, sets, scaling, features)[None], None
     run = packed_rows(dualkv).attention_of(module)
     out = run(q, k, v, softmax_scale=scaling, deterministic=deterministic, **features._asdict())
     return out.unsqueeze(0), None
@@ -372,8 +366,8 @@ def _register(base: str, deterministic: bool) -> str:
         route = layers.route(type(module))
         assert route is not None, f"{type(module).__name__} was called without going through the registry"
         interface, eager = route
-        if in_place and (indices := kwargs.pop("indices", None)) is not None and attention_mask is not None:
-            attention_mask = indexers.restricted(attention_mask, indices, query, key.shape[2])
+        if in_place:
+            attention_mask = indexers.mask_without_layout(module, attention_mask, query, key.shape[2], kwargs)
         own = interface.get_interface(base, eager)
         seen_as = module if in_place else layers.UnderOwnName(module, base)
         return own(seen_as, query, key, value, attention_mask, **kwargs)
@@ -450,8 +444,8 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True, fas
             A call with a layout raises ValueError for attention dropout in training, noise that is not drawn for each
             row (dropped layers, NEFTune) and statistics over rows in training, other adapters than before, masks,
             caches, images that do not match their placeholders or that the model is not known to run packed, a token
-            count or positions other than the layout's, a path longer than the keys that an indexer selects, and
-            sequences that share rows and get different rotary factors by their lengths.
+            count or positions other than the layout's, and sequences that share rows and get different rotary factors
+            by their lengths.
         TypeError: `model` is no module; `deterministic` is not a bool.
     """
     check_model(model)
@@ -479,8 +473,7 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True, fas
             patching.of(layer).before(_keep_layout)
             patching.of(module).replace(patching.LAYOUT, None)
             patching.of(module).before(_take_layout)
-        if (indexer := indexers.of_layer(module)) is not None:
-            patching.of(indexer).before(indexers.select_nothing)
+        indexers.install(module)
     rotary.enable(model)  # behind the hook that hands attention its layout, before the decoder's, which unpacks it
     within: set[nn.Module] = set()  # the heads so far; a module comes before its parts
     for module in model.modules():

@@ -1,74 +1,335 @@
-"""Attention layers with an indexer, which selects the `index_topk` keys that a query attends to (DeepSeek V3.2).
+"""Attention layers with an indexer, which selects the keys that a query attends to: `index_topk` keys (DeepSeek V3.2),
+or blocks of keys (MiniMax M3).
 
 A query that sees no more keys than that attends to all of them, whatever the indexer's scores are. So a packed call
-whose paths are no longer needs no selection: a pre-hook hands the indexer no rows, and its selection is empty. Longer
-paths are refused.
+whose paths are no longer selects nothing. On longer paths the model's own code scores a chunk of rows at a time: it
+gets the rows, and a cache that returns the index keys of their path. Its one call of `topk` has the scores; of equal
+ones the earlier key is taken. What the layer hands to its attention function are the sets of
+:mod:`dualkv.integrations.transformers.selected`, in place of indices.
+
+Sets are made once. A layer that is computed again for its backward, and the second pass of a walk, get those of the
+forward: scores that are computed again may differ in rounding, and a backward of other sets would be silently wrong.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
-from dualkv.integrations.transformers import masks
+from dualkv.branches import Again, Branch, checkpointed
+from dualkv.integrations import patching
+from dualkv.integrations.transformers import selected
+from dualkv.layout import Layout
+from dualkv.ops.attention import checked
+from dualkv.ops.features import Features
+from dualkv.packed_rows import packed_rows
+from dualkv.sequence_parallel import Shard, check_heads
 
-LAYER_TYPE = "indexed_attention"  # entry of `config.layer_types`
+LAYER_TYPES = "indexed_attention", "minimax_m3_sparse"  # entries of `config.layer_types`
+ARGUMENTS = "indices", "block_indices"  # of attention functions: what indexers return
 
 
-def of_layer(module: nn.Module) -> nn.Module | None:
-    """The indexer of an attention layer, if the layer has one of the kind that is described above."""
+def of_layer(module: nn.Module) -> Any:
+    """The indexer of an attention layer, if the layer has one of a kind that is described above."""
     indexer = getattr(module, "indexer", None)
-    if not isinstance(indexer, nn.Module) or not isinstance(getattr(indexer, "index_topk", None), int):
+    if not isinstance(indexer, nn.Module):
         return None
-    return indexer if "attention_mask" in inspect.signature(type(indexer).forward).parameters else None
+    keys, blocks = (isinstance(getattr(indexer, name, None), int) for name in ("index_topk", "topk_blocks"))
+    takes = inspect.signature(type(indexer).forward).parameters
+    return indexer if blocks or (keys and "attention_mask" in takes and "position_ids" in takes) else None
 
 
 def longest_path(config: Any) -> int | None:
     """The tokens of a path up to which models of a configuration attend to all keys; None: there is no such limit."""
     limit = getattr(config, "index_topk", None)
+    if LAYER_TYPES[1] in (getattr(config, "layer_types", None) or ()):
+        limit = config.index_topk_blocks * config.index_block_size
     return limit if isinstance(limit, int) else None
 
 
-def check_path(name: str, longest: int, limit: int | None) -> None:
-    """Raises ValueError for a layout whose longest path has more tokens than the model of that name selects."""
-    if limit is not None and longest > limit:
+def selects(config: Any, dualkv: Any) -> bool:
+    """Whether rows of a call see more keys than indexers of this configuration select; dualkv: the packed rows."""
+    limit = longest_path(config)
+    return limit is not None and packed_rows(dualkv).whole._segments.longest_path > limit
+
+
+def refuse(name: str, config: Any, dualkv: Any) -> None:
+    """Raises ValueError for a kind of packed rows, as layers get them, that cannot select keys in a model."""
+    if selects(config, dualkv) and type(dualkv) not in (Layout, Shard, Branch):
         raise ValueError(
-            f"the longest path of the layout has {longest} tokens, expected at most {limit} for {name}: beyond that its"
-            " indexer selects keys (index_topk), and dualkv.attention computes attention to all of them"
+            f"the longest path of the layout is longer than {longest_path(config)} tokens, from where the indexers of"
+            f" {name} select keys, and comes in a {type(dualkv).__name__}: expected a Layout, a Shard or a walk"
         )
 
 
-def select_nothing(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Forward pre-hook of an indexer: in a packed call its inputs are cut to no rows, and its mask to no keys."""
-    given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
-    mask = given["attention_mask"]
-    if not masks.is_answer(mask[:, None]):  # the layer dropped the dimension of heads
-        return None
-
-    def cut(x: Any) -> Any:
-        if isinstance(x, tuple):
-            return tuple(map(cut, x))
-        return x[:, :0] if isinstance(x, torch.Tensor) else x
-
-    named = {name: cut(x) for name, x in given.items() if name != "self"}
-    return (), named | {"attention_mask": mask[..., :0]}
+# ---------------------------------------------------------------- the seams
+def install(module: nn.Module) -> None:
+    """Let the indexer of an attention layer, if it has one, select keys in packed calls."""
+    if (indexer := of_layer(module)) is not None:
+        patching.of(module).before(_hand_on)
+        patching.of(indexer).replace(patching.LAYOUT, None)
+        patching.of(indexer).replace("forward", _Forward(indexer))
 
 
-def is_empty(indices: Any) -> bool:
-    """Whether a layer's selection is that of an indexer without rows."""
-    return isinstance(indices, torch.Tensor) and indices.shape[1:] == (0, 0)
+def _hand_on(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of an attention layer: its indexer finds the call's packed rows."""
+    patching.hand(module.indexer, kwargs.get("dualkv"))  # type: ignore[arg-type]
 
 
-def restricted(mask: torch.Tensor, indices: torch.Tensor, query: torch.Tensor, keys: int) -> torch.Tensor:
-    """The mask [B, 1, S, keys] without keys that are not among `indices` [B, S, index_topk], for queries [B, H, S, D].
+class _Forward:
+    """The forward of an indexer: its own one, or the sets of a packed call, [1, S, t, W], empty where all are seen."""
 
-    The layers do this themselves for implementations that are called eager or sdpa.
+    def __init__(self, indexer: Any) -> None:
+        self.indexer = indexer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        indexer, own = self.indexer, type(self.indexer).forward
+        dualkv = getattr(indexer, patching.LAYOUT)
+        patching.hand(indexer, None)
+        if dualkv is None:
+            return own(indexer, *args, **kwargs)
+        given = inspect.signature(own).bind(indexer, *args, **kwargs).arguments
+        if not selects(indexer.config, dualkv):
+            return given["hidden_states"].new_empty(1, 0, 0, 0, dtype=torch.int32)
+        return _once(indexer, dict(given), dualkv)[None]
+
+
+def given_sets(arguments: dict[str, Any]) -> torch.Tensor | None:
+    """The sets [S, t, W] among the arguments of an attention function in a packed call, [0, 0, 0] where rows see all
+    keys; None of a layer without an indexer."""
+    found = next((arguments[name] for name in ARGUMENTS if arguments.get(name) is not None), None)
+    return found[0] if isinstance(found, torch.Tensor) and found.dtype == torch.int32 and found.dim() == 4 else None
+
+
+_MADE: WeakKeyDictionary[Any, dict[int, torch.Tensor]] = WeakKeyDictionary()  # sets, by checkpointed region and indexer
+
+
+@torch.compiler.disable
+def _once(indexer: nn.Module, given: dict[str, Any], dualkv: Any) -> torch.Tensor:
+    """The sets of a call of an indexer; those of the forward where the layer is computed again."""
+    if isinstance(dualkv, Branch):
+        call = indexer, dualkv.call_of(indexer)
+        return dualkv.noted(call, _Selection(indexer, given, dualkv, call).sets)
+    region = checkpointed()
+    if isinstance(region, Again) and id(indexer) in (made := _MADE.get(region.region, {})):
+        return made[id(indexer)]
+    if torch._C._current_graph_task_id() >= 0:
+        raise ValueError(
+            f"{type(indexer).__name__} is computed again in a backward, and the keys that it selected before are not"
+            " known: expected torch.utils.checkpoint(..., use_reentrant=False), once around a layer"
+        )
+    sets = _Selection(indexer, given, dualkv, None).sets()
+    if region is not None:
+        made = _MADE.setdefault(region, {})
+        if id(indexer) in made:
+            raise ValueError(
+                f"{type(indexer).__name__} runs twice in a checkpointed region, expected once: it could not be known"
+                " which keys belong to which call when the region is computed again"
+            )
+        made[id(indexer)] = sets
+    return sets
+
+
+# ---------------------------------------------------------------- attention
+def attend(
+    module: nn.Module, dualkv: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sets: torch.Tensor,
+    softmax_scale: float | None, features: Features,
+) -> torch.Tensor:  # fmt: skip
+    """Attention of a call's rows to the keys of their sets.
+
+    Args:
+        module: the layer.
+        dualkv: the call's packed rows, as layers get them.
+        q, k, v: [t, H, D], [t, Hk, D], [t, Hk, Dv].
+        sets: [S, t, W].
+        softmax_scale, features: as for :func:`dualkv.attention`; of features sinks alone.
+
+    Returns:
+        out [t, H, Dv].
+
+    Raises:
+        ValueError: other features, or heads that the ranks cannot share.
     """
-    selected = torch.zeros(*indices.shape[:2], keys, dtype=torch.bool, device=mask.device)
-    selected = selected.scatter(-1, indices.long(), True)[:, None]
-    return mask & selected if mask.dtype == torch.bool else mask.masked_fill(~selected, torch.finfo(query.dtype).min)
+    if others := [name for name in features.names if name != "sinks"]:
+        raise ValueError(f"{type(module).__name__} has an indexer and {', '.join(others)}, expected sinks alone")
+    call = checked(q, k, v, softmax_scale, features)
+    if isinstance(dualkv, Branch):
+        dualkv.check_gradients()
+        key = module, dualkv.call_of(module)
+        if dualkv.part.is_trunk:
+            dualkv.keep(key, call.k, call.v)
+        if above := dualkv.of_path(key):
+            k, v = (torch.cat(pair) for pair in zip(above, (call.k, call.v), strict=True))
+            call = call._replace(k=k, v=v)
+        return selected.attend(call, sets, dualkv.layout.offsets, dualkv.layout.parent)
+    if not isinstance(dualkv, Shard) or dualkv.world_size == 1:
+        layout = packed_rows(dualkv).whole
+        return selected.attend(call, sets, layout.offsets, layout.parent)
+    check_heads("q", call.q.shape[1], dualkv.world_size)
+    q, k, v, of_rows = dualkv.to_heads([call.q, call.k, call.v, sets.transpose(0, 1)])
+    if (sinks := features.sinks) is not None:
+        call = call._replace(features=features._replace(sinks=dualkv.share(sinks)))
+    out = selected.attend(
+        call._replace(q=q, k=k, v=v), of_rows.transpose(0, 1), dualkv.layout.offsets, dualkv.layout.parent
+    )
+    return dualkv.to_rows(out)
+
+
+def mask_without_layout(
+    module: Any, mask: torch.Tensor | None, query: torch.Tensor, keys: int, arguments: dict[str, Any]
+) -> torch.Tensor | None:
+    """The mask of a call without a layout, without keys that the indexer did not select; its indices are taken out of
+    the arguments. The layers do this themselves for implementations that are called eager or sdpa.
+
+    Args:
+        module: the layer.
+        mask: [B, 1, S, keys], bool or added to scores.
+        query: [B, H, S, D].
+        keys: their number.
+        arguments: of the attention function.
+    """
+    if (blocks := arguments.pop("block_indices", None)) is not None:
+        positions = arguments["position_ids"]
+        return module.indexer.build_block_mask(blocks, mask, keys, query.dtype, query.device, positions)
+    if (indices := arguments.pop("indices", None)) is None or mask is None:
+        return mask
+    chosen = torch.zeros(*indices.shape[:2], keys, dtype=torch.bool, device=mask.device)
+    chosen = chosen.scatter(-1, indices.long(), True)[:, None]
+    return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(query.dtype).min)
+
+
+# ---------------------------------------------------------------- selection
+class _HasKeys(Exception):
+    """Ends an indexer's forward once its index keys are known."""
+
+
+class _Selection:
+    """A call of an indexer.
+
+    Attributes:
+        segments: of the rows whose keys the call's rows see; these are `begin` to `end` among them.
+        keys: [rows of the segments, d] index keys. Those of a chunk come behind those of its path.
+        chunk: rows of the call that run now, and their path; None while keys of all are made.
+    """
+
+    def __init__(self, indexer: Any, given: dict[str, Any], dualkv: Any, call: Any) -> None:
+        """given: its arguments by name. call: names it in a walk."""
+        self.indexer, self.given, self.dualkv, self.call = indexer, given, dualkv, call
+        self.segments, self.begin = dualkv._segments if isinstance(dualkv, Layout) else dualkv.layout._segments, 0
+        if isinstance(dualkv, Branch):
+            self.begin = self.segments.total - dualkv.num_tokens
+        elif isinstance(dualkv, Shard):
+            self.begin = dualkv.rank * dualkv.num_tokens
+        self.end = self.begin + dualkv.num_tokens
+        self.keys: torch.Tensor | None = None
+        self.chunk: tuple[slice, list[tuple[int, int]]] | None = None
+
+    @torch.no_grad()
+    def sets(self) -> torch.Tensor:
+        """[S, t, W] int32 of the call's rows."""
+        with _disable_current_modes():  # those of layers that keep their products
+            if isinstance(self.dualkv, Shard) and self.dualkv.world_size > 1:
+                with suppress(_HasKeys):
+                    self._run(None)
+            heads = getattr(self.indexer, "n_heads", None) or self.indexer.num_heads
+            size = max(1, selected.ELEMENTS // (heads * self.segments.longest_path))
+            found = [self._of_chunk(*chunk) for chunk in selected.chunks(self.segments, self.begin, self.end, size)]
+            if isinstance(self.dualkv, Branch) and self.dualkv.part.is_trunk and self.keys is not None:
+                self.dualkv.keep(self.call, self.keys[self.begin :])
+        return torch.cat(found, 1)
+
+    def _run(self, visible: torch.Tensor | None) -> None:
+        """The model's own code for the rows of the chunk; visible: [c, n] of the keys of their path."""
+        rows = slice(None) if self.chunk is None else self.chunk[0]
+        layers = {self.indexer.layer_idx: SimpleNamespace(update_index=self._updated)}
+        named = {name: _cut(x, rows) for name, x in self.given.items()}
+        named["past_key_values"] = SimpleNamespace(update_indexer=self._updated, layers=layers)
+        if "attention_mask" in named:
+            named["attention_mask"] = None if visible is None else visible[None]
+        type(self.indexer).forward(**named)
+
+    def _updated(self, new: torch.Tensor, *_layer: int) -> torch.Tensor:
+        """Note index keys [.., rows, d]; return those of the rows' path. It stands for the method of a cache."""
+        if self.chunk is None:
+            self.keys = self.dualkv.gather(new.flatten(0, -2))
+            raise _HasKeys
+        if self.keys is None:
+            self.keys = new.new_empty(self.segments.total, new.shape[-1])
+            if isinstance(self.dualkv, Branch) and self.begin:
+                (self.keys[: self.begin],) = self.dualkv.of_path(self.call)
+        rows, path = self.chunk
+        self.keys[self.begin + rows.start : self.begin + rows.stop] = new.flatten(0, -2)
+        seen = selected.rows_of(self.keys, path)
+        return seen.view(*new.shape[:-2], *seen.shape)
+
+    def _of_chunk(self, first: int, last: int, path: list[tuple[int, int]]) -> torch.Tensor:
+        """[S, c, W] of the rows [first, last)."""
+        self.chunk = slice(first - self.begin, last - self.begin), path
+        n = sum(end - begin for begin, end in path)
+        positions = torch.arange(n, device=self.given["hidden_states"].device)
+        visible = positions <= positions[n - (last - first) :, None]
+        with _Topk() as top:
+            self._run(visible)
+        chosen = top.chosen(visible, getattr(self.indexer, "block_size", 1))
+        behind = -(-self.segments.longest_path // selected.BITS) * selected.BITS - n
+        return selected.packed_bits(torch.nn.functional.pad(chosen, (0, behind)))
+
+
+def _cut(x: Any, rows: slice) -> Any:
+    """The rows of an argument [1, t, ...], or of each of a tuple; anything else as it is."""
+    if isinstance(x, tuple):
+        return tuple(_cut(one, rows) for one in x)
+    return x[:, rows] if isinstance(x, torch.Tensor) and x.dim() > 1 else x
+
+
+class _Topk(TorchFunctionMode):
+    """Notes what the forward of an indexer selects by its one call of `topk`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[torch.Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.topk:
+            self.found.append(highest(args[0], result.values) & (args[0] > -torch.inf))
+        return result
+
+    def chosen(self, visible: torch.Tensor, block: int) -> torch.Tensor:
+        """[S, c, n] of the keys that are `visible` [c, n]; block: keys that are chosen together."""
+        (found,) = self.found
+        of_keys = found.repeat_interleave(block, -1)[..., : visible.shape[-1]]
+        return of_keys.view(-1, *visible.shape) & visible
+
+
+def highest(scores: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Mark those of scores [..., n] that have the highest values [..., k], which descend; of equal ones the first."""
+    last = values[..., -1:]
+    above, equal = scores > last, scores == last
+    left = values.shape[-1] - above.sum(-1, keepdim=True)
+    return above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= left))
+
+
+@contextmanager
+def first_of_equals() -> Iterator[None]:
+    """A context in which `x.topk` takes the first of equal values, as packed calls do: PyTorch's own choice depends on
+    how many values there are, and differs between the sequences of one prompt."""
+    with _FirstOfEquals():
+        yield
+
+
+class _FirstOfEquals(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.topk:
+            values, indices = args[0].sort(dim=-1, descending=True, stable=True)
+            return torch.return_types.topk((values[..., : args[1]], indices[..., : args[1]]))
+        return func(*args, **(kwargs or {}))

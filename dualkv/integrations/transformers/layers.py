@@ -194,8 +194,9 @@ def features(module: nn.Module, mask: Any, given: dict[str, Any]) -> Features:
         ValueError: the mask is the model's own; an argument contradicts mask or module, or is not computed.
     """
     layer = describe(module)
-    refuse_arguments(layer, given, ("sliding_window", *REPEATED))
-    visible = masks.read(mask, selected=indexers.is_empty(given.get("indices")))
+    has_indexer = indexers.given_sets(given) is not None
+    refuse_arguments(layer, given, ("sliding_window", *REPEATED, *indexers.ARGUMENTS * has_indexer))
+    visible = masks.read(mask, selects=has_indexer)
     if visible is None:
         if masks.is_answer(mask):
             raise ValueError(
@@ -249,7 +250,7 @@ def refuse_arguments(what: str, given: dict[str, Any], known: Container[str]) ->
         known: names of arguments that are judged elsewhere.
     """
     for name, value in given.items():
-        if name in NEUTRAL or name in known or indexers.is_empty(value):
+        if name in NEUTRAL or name in known:
             continue
         if (feature := unsupported(name, value)) is not None:
             raise ValueError(f"{what} uses {feature}")
@@ -310,7 +311,7 @@ def objections(model: nn.Module) -> Iterator[str]:
         own = [inner for inner, module in decoder.named_modules() if id(module) in attention]
         unfit = [*recurrent.objections(decoder, own)] if hybrid or decoder._is_stateful else []
         yield from unfit
-        of_indexers = (indexers.LAYER_TYPE,) * any(map(indexers.of_layer, attention_modules(decoder)))
+        of_indexers = indexers.LAYER_TYPES * any(map(indexers.of_layer, attention_modules(decoder)))
         for at, kind in enumerate(getattr(config, "layer_types", None) or []):
             if kind not in (*LAYER_TYPES, *of_indexers) and not (hybrid and kind in recurrent.LAYER_TYPES):
                 yield f"layer {at} of {name} is {kind}, dualkv.attention computes {', '.join(LAYER_TYPES)}"

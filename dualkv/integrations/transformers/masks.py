@@ -108,17 +108,17 @@ def is_of_packed_call(masks: Any) -> bool:
     return all(is_request(mask) or is_answer(mask) for mask in found)
 
 
-def read(mask: Any, selected: bool = False) -> Visible | None:
+def read(mask: Any, selects: bool = False) -> Visible | None:
     """The keys that a layer sees by its mask; None for a mask that does not say.
 
-    selected: whether the layer uses the mask only to select keys, of which it selects all.
+    selects: whether the layer uses the mask only to select keys, by an indexer.
 
     Raises:
         ValueError: a window or chunk below 1.
     """
     if not is_answer(mask):
         return None
-    size = FULL if selected and mask.shape[3] == WANTED else mask.shape[3]
+    size = FULL if selects and mask.shape[3] == WANTED else mask.shape[3]
     for field, begin in zip(FIELDS, (NO_WINDOW, NO_CHUNK), strict=True):
         if begin < size < begin + NO_WINDOW:
             raise ValueError(f"{field} is {1 + begin - size}, expected 1 or more")

@@ -26,7 +26,7 @@ from dualkv.branches import Branch
 from dualkv.data.trees import PackedSequences
 from dualkv.draws import Draws, Shape
 from dualkv.integrations import patching
-from dualkv.integrations.transformers import adapters, checkpointing, layers, recurrent, rotary
+from dualkv.integrations.transformers import adapters, checkpointing, indexers, layers, recurrent, rotary
 from dualkv.integrations.transformers.shrink import shrink
 from dualkv.integrations.transformers.traced import where_traced
 from dualkv.layout import Layout
@@ -286,7 +286,8 @@ class _Trial:
         for length in sorted({*map(len, self.paths)}):
             some = [i for i, path in enumerate(self.paths) if len(path) == length]
             rows = torch.tensor([self.paths[i] for i in some])
-            hidden = self._called(input_ids=self.batch.input_ids[0, rows], use_cache=False)
+            with indexers.first_of_equals():
+                hidden = self._called(input_ids=self.batch.input_ids[0, rows], use_cache=False)
             if not hidden.isfinite().all():
                 raise ValueError("the replicated hidden states are not finite")
             if self.trains:

@@ -29,7 +29,7 @@ class Sizes(NamedTuple):
         experts: of a layer.
         positions: size of tables of learned positions.
         threshold: of positions; the self-check's tree has paths of up to 16 tokens.
-        selected: keys, by an indexer: the tree's paths are no longer, and longer ones are refused.
+        selected: keys, by an indexer: fewer than the tree's paths have.
     """
 
     layers: int = 8
@@ -38,7 +38,7 @@ class Sizes(NamedTuple):
     experts: int = 4
     positions: int = 64
     threshold: int = 6
-    selected: int = 16
+    selected: int = 6
 
 
 SELF_CHECK = Sizes()

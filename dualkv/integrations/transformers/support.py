@@ -207,9 +207,7 @@ def _notes(model: PreTrainedModel) -> list[str]:
     notes = [f"beside text, {', '.join(packed)} run packed"] if packed else []
     notes += [f"{'text only: ' * (not packed)}{', '.join(refused)} beside a layout are refused"] if refused else []
     if (limit := indexers.longest_path(model.config.get_text_config())) is not None:
-        notes.append(
-            f"paths of more than {limit} tokens are refused: beyond that the indexer selects keys (index_topk)"
-        )
+        notes.append(f"on paths of more than {limit} tokens indexers select keys: attention runs on FlexAttention")
     for dim, of_values in dict.fromkeys(map(_head_dims, layers.attention_modules(model))):
         if not dim or not of_values or not takes_head_dim(dim) or not takes_head_dim(of_values):
             continue  # unknown, or refused

@@ -22,6 +22,7 @@ from dualkv.integrations.transformers import (  # noqa: E402
     layers,
     selfcheck,
 )
+from dualkv.integrations.transformers.indexers import longest_path  # noqa: E402
 from dualkv.integrations.transformers.shrink import SELF_CHECK, shrink, thresholds  # noqa: E402
 from dualkv.integrations.transformers.support import config_of  # noqa: E402
 from tests.integrations.tiny import hooks, make_featured, make_model  # noqa: E402
@@ -324,8 +325,11 @@ def test_thresholds_are_found_wherever_they_lie() -> None:
     assert dict(thresholds(config)) == fields | {"original_max_position_embeddings": 4096}  # the model's stays
 
 
-def test_an_indexer_selects_as_many_keys_as_the_tree_has_on_its_longest_path() -> None:
-    assert shrink(tf.DeepseekV32Config()).index_topk == max(map(len, selfcheck.sequence_rows(selfcheck.tree())))
+def test_an_indexer_selects_fewer_keys_than_the_tree_has_on_most_paths() -> None:
+    lengths = sorted(map(len, selfcheck.sequence_rows(selfcheck.tree())))
+    blocks = tf.MiniMaxM3VLTextConfig(num_hidden_layers=2, layer_types=["full_attention", "minimax_m3_sparse"])
+    for config in (tf.DeepseekV32Config(), blocks):
+        assert longest_path(shrink(config)) < lengths[len(lengths) // 2]
 
 
 @pytest.mark.parametrize("family", ["gemma3n", "gemma4"])

@@ -186,7 +186,7 @@ def test_what_runs_with_conditions_is_noted(written: Any) -> None:
         support.examine(written({"model_type": "ernie4_5_vl_moe"})).notes[0].startswith("text only: mm_token_type_ids")
     )
     assert support.examine(written(MODELS["deepseek-v3.2"]["config"])).notes == [
-        "paths of more than 2048 tokens are refused: beyond that the indexer selects keys (index_topk)",
+        "on paths of more than 2048 tokens indexers select keys: attention runs on FlexAttention",
     ]
     assert support.examine(written({"model_type": "llama", "attention_dropout": 0.1})).notes == [
         "attention_dropout=0.1 is refused in training: set it to 0"
