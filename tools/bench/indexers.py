@@ -8,6 +8,7 @@ the selection alone, and the distance between the hidden states of both ways, wh
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 from unittest import mock
 
@@ -88,13 +89,18 @@ def measure(
     hidden: dict[str, list[torch.Tensor]] = {}
     for way in calls:
         noted[way] = []
-        with mock.patch.object(indexers._Selection, "sets", lambda self, to=noted[way]: to.append(self) or sets(self)):
+
+        def note(self: Any, to: list[Any] = noted[way]) -> torch.Tensor:
+            to.append(self)
+            return sets(self)
+
+        with mock.patch.object(indexers._Selection, "sets", note):
             hidden[way] = forwards(way)
         step(way)  # compiles
         model.zero_grad(set_to_none=True)
         figures["rows"][way] = sum(len(rows) for _, rows in calls[way])
         for name, run in (("selection", select), ("forward", forwards), ("step", step)):
-            figures[name][way], _ = repeated(lambda run=run, way=way: run(way), repeats, model.zero_grad)
+            figures[name][way], _ = repeated(partial(run, way), repeats, model.zero_grad)
         noted.clear()
     apart = torch.cat(hidden["apart"])
     off = (hidden["packed"][0][torch.cat(paths)] - apart).float().norm(dim=-1) / apart.float().norm(dim=-1)
@@ -121,7 +127,7 @@ def main(
     torch.manual_seed(0)
     model = make_layer(published(heads, keys), device, torch.bfloat16)
     sizes = {"prompt_len": prompt_len, "response_len": response_len, "responses": responses, "heads": heads}
-    figures = sizes | {"keys": keys, "together": together}
+    figures: dict[str, Any] = sizes | {"keys": keys, "together": together}
     figures |= measure(model, prompt_len, response_len, responses, together, repeats)
     record.write(figures)
     for name in ("selection", "forward", "step"):
