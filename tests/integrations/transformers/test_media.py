@@ -266,7 +266,12 @@ def check(family: str, *groups: tuple[tuple[int, int, int], ...], labels: str = 
 ONE, TWO, NONE, FILM = ((1, 4, 6),), ((1, 2, 2), (1, 6, 4)), (), ((2, 2, 4),)
 
 
-@pytest.mark.parametrize("family", [*GRID, *PLAIN])
+# All families run images of trees (test_media_turns.py); the media of these are joined in other ways.
+@pytest.mark.parametrize(
+    "family",
+    ["Qwen2VL", "Qwen3_5", "Qwen2_5OmniThinker", "Glm4v", "InternVL", "LlavaNext", "LlavaOnevision", "Mistral3",
+     "Idefics3", "Gemma3", "Gemma4"],
+)  # fmt: skip
 def test_images_of_several_groups(family: str) -> None:
     check(family, ONE, TWO, NONE, ONE)
 
