@@ -149,6 +149,7 @@ HYBRIDS |= {
     "images-3.5-roomy": PACKED | HYBRID_IMAGES | {"budget": ROOMY, "pad_to": 64},
     "images-3.5-none": PACKED | HYBRID_IMAGES | WITHOUT | {"budget": TIGHT},
     "stock-images-3.5-none": PADDED | HYBRID_IMAGES | WITHOUT,
+    "stock-screens-3.5": PADDED | HYBRID_IMAGES | {"screens": True},
 }
 
 # Hybrid models over two and four ranks of Ulysses; the other families and the other ways are slow.
@@ -156,6 +157,7 @@ OVER_TWO: dict[str, dict[str, Any]] = {
     "sp2-hybrid-fsdp1": PACKED | HYBRID | {"sp": 2, "strategy": "fsdp", "checkpointing": False},
     "sp2-hybrid-fused": PACKED | HYBRID | {"sp": 2, "fused": "torch", "keep": "attention", "pad_to": 33},
     "sp2-hybrid-trees": TREES | HYBRID | {"sp": 2},
+    "sp2-screens-3.5-trees": PACKED | HYBRID_IMAGES | {"screens": True, "trees": 1, "sp": 2},
 }
 for _name in ("images-3.5", "images-3.5-none"):
     OVER_TWO[f"sp2-{_name}"] = HYBRIDS[_name] | {"sp": 2, "budget": TIGHT // 2}
