@@ -13,13 +13,14 @@ from pathlib import Path
 
 import torch
 
+import dualkv
 from codegen.tiles import HEAD_DIM_PAIRS, kernel_head_dims
 from tests.fuzz.case import FEATURES, VALUES, Case, NoMemory, WrongResult, here, reduce, run, seeded
 from tools.bench.record import NO_MEMORY, Record
 
 CASES = Path(__file__).parent / "cases"
 FAILURES = 5  # saved before a run ends
-WITH_FEATURES = "with features"  # a count of tried cases
+WITH_FEATURES, RECOMPUTED = "with features", "perhaps a recompute pass"  # counts of tried cases
 
 
 def saved(device):
@@ -113,7 +114,8 @@ def main():
         if options.featured and not changed:
             continue
         try:
-            ratio, why = attempt(case)
+            with dualkv.RecomputePasses() as passes:
+                ratio, why = attempt(case)
         except NoMemory:
             tried.update([NO_MEMORY])
             torch.cuda.empty_cache()
@@ -123,6 +125,7 @@ def main():
             raise
         tried.update(["cases", case.kind, case.dtype, f"{case.kind} {case.dtype}", case.strides, case.values])
         tried.update(features + [WITH_FEATURES] * changed + [case.backend] * (case.backend is not None))
+        tried.update([RECOMPUTED] * (passes.rows > 0))
         worst = max(worst, ratio)
         if why:
             failed += 1

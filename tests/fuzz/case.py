@@ -22,8 +22,10 @@ from tests.fuzz import dense
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 STRIDES = ("contiguous", "fused", "heads first", "unaligned", "wider rows")
+MASSIVE = "massive activations"
 VALUES = (
     "normal", "large scores", "small scores", "equal keys", "an outlier", "far keys", "low scores", "far scale",
+    MASSIVE,
 )  # fmt: skip
 # Around the sizes of tiles and of the reference's chunks.
 EDGES = tuple(n + d for n in (16, 32, 64, 80, 96, 112, 128, 176, 192, 256) for d in (-1, 0, 1))
@@ -191,6 +193,7 @@ CUDNN_SHARE = 0.1  # of calls that it could run
 # rounded before. The smallest bound that holds is not known.
 CUDNN_BOUNDS = 2.0
 FEW_KEYS_SHARE = 0.3  # of calls on a GPU
+MASSIVE_SHARE = 0.15  # of calls with another scale than a far one
 LONG_SHARE = 0.3  # of calls on a GPU with a window or chunks: of more than SHORT_WINDOW keys, where tiles are others
 
 
@@ -218,7 +221,7 @@ def draw(rng, device):
         "dtype": rng.choice(kinds),
         "seed": rng.getrandbits(31),
         "strides": rng.choice(STRIDES),
-        "values": rng.choice((VALUES[0], *VALUES)),
+        "values": rng.choice((VALUES[0], *VALUES[:-1])),
         "scale": rng.choice((None, None, None, 0.02, 0.5)),
     }
     if gpu:
@@ -327,6 +330,8 @@ def inputs(case, *shapes):
         keys[case.seed % len(keys)].mul_(40)
     elif case.values == "far keys":
         _far_keys(case, q, kv[::2], scale)
+    elif case.values == MASSIVE:
+        _massive(case, q, kv, scale)
     elif case.values == "low scores":
         q[..., 0], keys[..., 0] = (sign * (1000 / scale) ** 0.5 for sign in (1, -1))
     elif case.values == "far scale":
@@ -374,6 +379,50 @@ def _far_keys(case, q, parts, scale):
     for x, begin, end in zip(parts, ends, ends[1:], strict=False):
         column = torch.from_numpy(heights[begin:end] * math.log(2) / (carrier * scale))
         x.mul_(0.05)[..., 0] = column[:, None].to(x)
+
+
+def _massive(case, q, kv, scale):
+    """Scores as layers of trained models have them: attention sinks, and channels that are large for all tokens.
+
+    A sink is a sequence's first token, or one or two others. Most queries of most heads are like its key, by one
+    column. In a layer of SmolLM2-135M (`tools.bench.real_layers`) its scores are up to 2^60 above a row's median, its
+    key has a seventh of the median norm, its value a thirteenth. Heights are drawn beyond that, and keys of a hundred
+    times the norm. Where another column is large in all keys of a head, as by the key biases of Qwen2.5, a row's scores
+    have a large common part, which is rounded.
+    """
+    rng, generator = random.Random(case.seed), torch.Generator(case.device).manual_seed(case.seed + 2)
+    n = sum(map(len, kv[::2]))
+    if n == 0:
+        return
+
+    def random_like(*shape):
+        return torch.randn(*shape, generator=generator, device=case.device)
+
+    def by_head(heads, low, high):
+        """[heads] powers of two between these."""
+        return torch.tensor([2.0 ** rng.uniform(low, high) for _ in range(heads)], device=case.device)
+
+    begins = np.cumsum([0, *case.lengths])[:-1]
+    roots = [begin for begin, up in zip(begins, case.parent or (-1,), strict=False) if up < 0 and begin < n]
+    sinks = [*roots, *(rng.randrange(n) for _ in range(rng.randint(0, 2)))]
+    alike = by_head(case.kv_heads, 0, 5)
+    heights = torch.tensor(
+        [0.0 if rng.random() < 0.2 else rng.uniform(5, 130) for _ in range(case.kv_heads)], device=case.device
+    )
+    of_q = alike.repeat_interleave(case.heads // case.kv_heads) * by_head(case.heads, -2, 0)
+    q[..., 0] = (of_q * (1 + 0.3 * random_like(len(q), case.heads))).to(q)
+    keys, values = (torch.cat(kv[at::2]).float() for at in (0, 1))
+    keys[..., 0] *= 0.1
+    keys[sinks] *= 2.0 ** -rng.uniform(0, 3)
+    keys[sinks, :, 0] = heights * math.log(2) / (alike * scale)
+    values[sinks] *= 2.0 ** -rng.uniform(0, 8)
+    if rng.random() < 0.5:
+        columns = by_head(case.kv_heads, 3, 8.5)
+        keys[..., 1] = columns * (1 + 0.02 * random_like(n, case.kv_heads))
+        q[..., 1] = (by_head(case.heads, -3, rng.choice((4, 8.5))) * (1 + 0.1 * random_like(len(q), case.heads))).to(q)
+    for at, whole in enumerate((keys, values)):
+        for part, x in zip(kv[at::2], whole.split([len(part) for part in kv[at::2]]), strict=True):
+            part.copy_(x)
 
 
 def segment_mask(lengths, parent, window=None, chunk=None):
@@ -587,7 +636,19 @@ def seeded(seed, index, device):
     rng = random.Random(f"{seed}/{index}/{device}")
     case = draw(rng, device)
     case = replace(case, few_keys=device == "cuda" and rng.random() < FEW_KEYS_SHARE)
-    return _longer(rng, case) if device == "cuda" and (case.window or case.chunk) else case
+    case = _longer(rng, case) if device == "cuda" and (case.window or case.chunk) else case
+    return _with_sinks(random.Random(f"{seed}/{index}/{device}/{MASSIVE}"), case)
+
+
+def _with_sinks(rng, case):
+    """Draw massive activations sometimes; on a GPU in prompts of several blocks, so that rows meet a sink late. Other
+    cases of a seed stay."""
+    if case.values == "far scale" or rng.random() >= MASSIVE_SHARE:
+        return case
+    if case.device == "cuda" and case.kind == "attention" and not _deep(case.parent) and rng.random() < 0.7:
+        lengths = rng.randint(200, 1000), rng.randint(1, 300), rng.randint(1, 300)
+        case = replace(case, lengths=lengths, parent=(-1, 0, 0))
+    return replace(case, values=MASSIVE)
 
 
 def _longer(rng, case):

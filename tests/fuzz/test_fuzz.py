@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import types
 from dataclasses import replace
 
 import pytest
 import torch
 
+import dualkv
 from codegen.tiles import SHORT_WINDOW, kernel_head_dims
+from dualkv import Layout
 from dualkv.ops import backends, reference
 from tests.fuzz import __main__ as fuzz
 from tests.fuzz import case as drawing
@@ -17,6 +20,7 @@ from tests.fuzz import dense
 from tests.fuzz.case import (
     GPU_CUDNN,
     GPU_FEATURES,
+    MASSIVE,
     Case,
     NoMemory,
     WrongResult,
@@ -111,7 +115,7 @@ def test_one_wrong_element_is_seen_reduced_and_saved(name, monkeypatch, tmp_path
     monkeypatch.setattr(reference, function, damaged)
     monkeypatch.setattr(fuzz, "CASES", tmp_path)
     monkeypatch.setattr(fuzz, "FAILURES", 1)
-    monkeypatch.setattr("sys.argv", ["fuzz", "--cases", "300", "--seed", "wrong", "--device", "cpu"])
+    monkeypatch.setattr("sys.argv", ["fuzz", "--cases", "300", "--seed", "bad", "--device", "cpu"])
     assert fuzz.main() == 1
     assert "case" in capsys.readouterr().out
     saved = [Case.from_json(path.read_text()) for path in tmp_path.glob("*.json")]
@@ -130,7 +134,7 @@ def test_what_raises_is_a_failure_too(monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(reference, "backward", broken)
     monkeypatch.setattr(fuzz, "CASES", tmp_path)
-    monkeypatch.setattr("sys.argv", ["fuzz", "--cases", "300", "--seed", "wrong", "--device", "cpu"])
+    monkeypatch.setattr("sys.argv", ["fuzz", "--cases", "300", "--seed", "bad", "--device", "cpu"])
     assert fuzz.main() == 1
     said = capsys.readouterr().out
     assert "raised RuntimeError: no such luck\n" in said
@@ -297,6 +301,29 @@ def test_some_calls_are_drawn_for_cudnn(monkeypatch):
     assert not any(seeded("cudnn", index, "cpu").backend for index in range(300))
 
 
+def test_massive_activations_outgrow_references_on_a_gpu(monkeypatch):
+    """Some rows of most such calls may take the recompute pass, and not all rows; all other cases of a seed stay."""
+    cases = [seeded("massive", index, "cuda") for index in range(400)]
+    some = [case for case in cases if case.values == MASSIVE]
+    assert 30 < len(some) < 90
+    monkeypatch.setattr(drawing, "MASSIVE_SHARE", 0.0)
+    before = [seeded("massive", index, "cuda") for index in range(400)]
+    assert all(
+        a in (b, replace(b, values=MASSIVE, lengths=a.lengths, parent=a.parent))
+        for a, b in zip(cases, before, strict=True)
+    )
+    assert not any(case.values == MASSIVE for case in before)
+    shares = []
+    for case in [case for case in some if case.kind == "attention" and case.heads * max(case.head_dims) <= 256][:6]:
+        layout = Layout.from_segments([0, *itertools.accumulate(case.lengths)], case.parent)
+        rows = layout.num_tokens
+        (q, k, v), _ = inputs(replace(case, device="cpu"), (rows, case.heads), *[(rows, case.kv_heads)] * 2)
+        with dualkv.RecomputePasses() as passes:
+            dualkv.attention(q, k, v, layout, case.scale)
+        shares.append(passes.rows / passes.all_rows)
+    assert sum(0 < share < 0.9 for share in shares) >= 3
+
+
 def by_stand_in(monkeypatch, backward, refuses=None):
     """The CPU's cases all ask for cuDNN's backend, which is the reference's with another backward."""
     module = types.SimpleNamespace(forward=reference.forward, backward=backward)
@@ -331,7 +358,7 @@ def test_what_is_wrong_by_cudnn_alone_is_saved_with_it(monkeypatch, tmp_path, ca
     by_stand_in(monkeypatch, damaged)
     monkeypatch.setattr(fuzz, "CASES", tmp_path)
     monkeypatch.setattr(fuzz, "FAILURES", 1)
-    monkeypatch.setattr("sys.argv", ["fuzz", "--cases", "300", "--seed", "wrong", "--device", "cpu"])
+    monkeypatch.setattr("sys.argv", ["fuzz", "--cases", "300", "--seed", "bad", "--device", "cpu"])
     assert fuzz.main() == 1
     assert "dq is off by" in capsys.readouterr().out
     (path,) = tmp_path.glob("*.json")
