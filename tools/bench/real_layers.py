@@ -35,9 +35,9 @@ BLOCK = 128  # keys of a block of the forward
 NAMES = "out", "dq", "dk", "dv"
 WAYS = {  # of a record, and of the table
     "groups": "packed",
-    "tree": "packed, tree of three levels",
-    "fa4": "FlashAttention-4, separate sequences",
-    "sdpa": "PyTorch's SDPA (FlashAttention), separate sequences",
+    "tree": "packed as a tree",
+    "fa4": "separate, FlashAttention-4",
+    "sdpa": "separate, FlashAttention of PyTorch's SDPA",
 }
 Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Results = list[torch.Tensor]
@@ -194,22 +194,23 @@ def judge(rows: list[torch.Tensor], workload: Workload, scale: float) -> dict[st
 
 def markdown(record: dict[str, Any]) -> str:
     """Tabulate the largest errors of any layer."""
+    by_dtype = list(record["dtypes"].values())
     rows = []
-    for dtype, layers in record["dtypes"].items():
-        for way in layers[0]["error"]:
-            errors = [max(layer["error"][way][name] for layer in layers) for name in NAMES]
-            rows.append([dtype, WAYS[way], *(f"{error:.1e}" for error in errors)])
-    layers = [layer for of_dtype in record["dtypes"].values() for layer in of_dtype]
+    for way in by_dtype[0][0]["error"]:
+        errors = [[max(layer["error"][way][name] for layer in layers) for layers in by_dtype] for name in NAMES]
+        rows.append([WAYS[way], *(" / ".join(f"{error:.1e}" for error in of_dtypes) for of_dtypes in errors)])
+    layers = [layer for layers in by_dtype for layer in layers]
     passes = [layer["recomputed"][way] for layer in layers for way in layer["recomputed"]]
     tiles, of_tiles = (sum(found[name] for found in passes) for name in ("tiles", "of_tiles"))
-    share = [layer["share_of_first_token"] for layer in layers]
+    score, share, above = (
+        max(layer[name] for layer in layers)
+        for name in ("largest_score", "share_of_first_token", "above_own_block_log2")
+    )
     value = min(layer["norm_over_median"]["first_value"][0] for layer in layers)
-    return (
-        markdown_table(["dtype", "attention", *NAMES], rows)
-        + f"\n\nThe largest score is {max(layer['largest_score'] for layer in layers):.0f}. The first token gets up to"
-        f" {max(share):.0%} of a layer's attention, and its value's norm is down to {value:.2f} of the median. Scores"
-        f" exceed the largest of their row's own block by up to 2^{max(x['above_own_block_log2'] for x in layers):.0f};"
-        f" of {of_tiles:,} tiles at most {tiles:,} took a recompute pass."
+    return markdown_table([f"error, {' / '.join(record['dtypes'])}", *NAMES], rows) + (
+        f"\n\nThe largest score is {score:.0f}. The first token gets up to {share:.0%} of a layer's attention, and the"
+        f" norm of its value is down to {value:.2f} of the median. Scores are up to 2^{above:.0f} above the largest of"
+        f" their row's own block: of {of_tiles:,} tiles at most {tiles:,} took a [recompute pass](design.md#forward)."
     )
 
 
