@@ -1,11 +1,11 @@
 """Enable models of megatron-core.
 
-`enable` takes a layer spec, before a model is built from it, or a built `GPTModel`. It puts subclasses in place of
-megatron-core's classes: of `SelfAttention` and `MLASelfAttention`, which gather the rotary frequencies by the layout's
-positions, of the core attention (`DotProductAttention` of the local spec, `TEDotProductAttention` of Transformer
-Engine's), which runs :func:`dualkv.attention`, of `GatedDeltaNet` (:mod:`.recurrent`), and of experts' `TopKRouter`,
-which counts rollouts. None has parameters or state of its own, so checkpoints do not change. Calls without
-:class:`PackedGroups` run megatron-core's code.
+`enable` takes a layer spec, before a model is built from it, or a built `GPTModel` or `HybridModel`. It puts subclasses
+in place of megatron-core's classes: of `SelfAttention` and `MLASelfAttention`, which gather the rotary frequencies by
+the layout's positions, of the core attention (`DotProductAttention` of the local spec, `TEDotProductAttention` of
+Transformer Engine's), which runs :func:`dualkv.attention`, of `GatedDeltaNet` and `MambaMixer` (:mod:`.recurrent`), and
+of experts' `TopKRouter`, which counts rollouts. None has parameters or state of its own, so checkpoints do not change.
+Calls without :class:`PackedGroups` run megatron-core's code.
 
 The format of :class:`PackedGroups` is called "dualkv". An attention module of megatron-core that gets it raises an
 error: its own packed format ("thd") would run all groups as one sequence.
@@ -21,7 +21,6 @@ import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.ssm import gated_delta_net as stock
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -31,19 +30,20 @@ from megatron.core.transformer.moe.router import Router, TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import nn
 
 from codegen.surface import irreplaceable, unfit
 from dualkv.integrations import flash_linear_attention
 from dualkv.integrations.megatron.checked import Checked, refuse_beside
-from dualkv.integrations.megatron.configs import refuse, window_of
-from dualkv.integrations.megatron.recurrent import MIXERS
+from dualkv.integrations.megatron.configs import counted, refuse, window_of
+from dualkv.integrations.megatron.recurrent import LAYERS, MIXERS, READS, HybridModel, mixer_of
 from dualkv.integrations.megatron.routers import ROUTERS
 from dualkv.integrations.megatron.rows import ONE_RANK, PackedGroups
 from dualkv.integrations.patching import Changes, swap
 
+MODELS: tuple[type, ...] = (GPTModel,) if HybridModel is None else (GPTModel, HybridModel)
 Target = TypeVar("Target")
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 ROTARY = ("rope", "yarn")
@@ -64,12 +64,13 @@ class _PackedSelfAttention(Checked, SelfAttention):
         **kwargs: Any,
     ) -> Any:
         if (packed := self._enter(hidden_states, packed_seq_params, kwargs)) is not None:
-            if rotary_pos_emb is None:
+            if rotary_pos_emb is not None:
+                rotary_pos_emb = packed._frequencies(rotary_pos_emb)
+            elif not getattr(self.config, "is_hybrid_model", False):
                 raise ValueError(
                     f"layer {self.layer_number} gets no rotary_pos_emb, expected a model whose position_embedding_type"
-                    f" is {' or '.join(ROTARY)}"
+                    f" is {' or '.join(ROTARY)}, or one whose config has is_hybrid_model"
                 )
-            rotary_pos_emb = packed._frequencies(rotary_pos_emb)
         return super().forward(
             hidden_states,
             attention_mask,
@@ -207,11 +208,7 @@ BORROWED: dict[type, tuple[str, str]] = {
     SelfAttention: ("__init__ forward", "config layer_number core_attention attn_mask_type"),
     MLASelfAttention: ("__init__ forward get_query_key_value_tensors", "core_attention rotary_pos_emb softmax_scale"),
     DotProductAttention: ("__init__ forward", "config layer_number softmax_offset"),
-    stock.GatedDeltaNet: (
-        "__init__ forward",
-        "in_proj conv1d dt_bias A_log out_proj _apply_gated_norm activation use_qk_l2norm qk_dim v_dim num_value_heads"
-        " key_head_dim value_head_dim tp_size",
-    ),
+    **{kind: ("__init__ forward", reads) for kind, reads in READS.items()},
     TopKRouter: (
         "routing _apply_aux_loss _apply_seq_aux_loss _apply_global_aux_loss apply_z_loss"
         " attach_and_log_load_balancing_loss",
@@ -305,20 +302,22 @@ def _routers(layer: nn.Module) -> list[Router]:
     return [module for module in layer.modules() if isinstance(module, Router)]
 
 
-def _gpt(model: nn.Module) -> GPTModel:
-    """The GPTModel that a model is or holds; raises ValueError for other models."""
-    found = [module for module in model.modules() if isinstance(module, GPTModel)]
+def _decoder_model(model: nn.Module) -> Any:
+    """The GPTModel or HybridModel that a model is or holds; raises ValueError for other models."""
+    found = [module for module in model.modules() if isinstance(module, MODELS)]
     if len(found) != 1:
-        raise ValueError(f"{type(model).__name__} holds {len(found)} GPTModel, expected one")
+        names = " or ".join(map(_name, MODELS))
+        raise ValueError(f"{type(model).__name__} holds {len(found)} {names}, expected one")
     return found[0]
 
 
-def _layers(model: nn.Module) -> list[TransformerLayer]:
-    """The layers of a GPTModel's decoder, on this pipeline stage; raises ValueError for other models."""
-    found = list(_gpt(model).decoder.layers)
+def _layers(model: nn.Module) -> list[Any]:
+    """The layers of a model's decoder, on this pipeline stage; raises ValueError for other models."""
+    found = list(_decoder_model(model).decoder.layers)
     for layer in found:
-        if not isinstance(layer, TransformerLayer):
-            raise ValueError(f"the decoder has a {type(layer).__name__}, expected TransformerLayer only")
+        if not isinstance(layer, LAYERS):
+            names = " or ".join(map(_name, LAYERS))
+            raise ValueError(f"the decoder has a {type(layer).__name__}, expected {names} only")
     return found
 
 
@@ -342,20 +341,20 @@ def enable(target: Target) -> Target:
     `deterministic_mode` of the config gives bitwise equal gradients from run to run.
 
     Args:
-        target: a `ModuleSpec` or the submodules of a transformer layer or block, or a `GPTModel`, alone or in wrappers
-            (DDP, `Float16Module`). It is changed in place.
+        target: a `ModuleSpec` or the submodules of a transformer layer or block, or a `GPTModel` or `HybridModel`,
+            alone or in wrappers (DDP, `Float16Module`). It is changed in place.
 
     Returns:
         The same object.
 
     Raises:
         ValueError: a layer that is neither megatron-core's causal `SelfAttention` or `MLASelfAttention` with its own
-            core attention nor its `GatedDeltaNet`, a router that is not its `TopKRouter`, or a config that
-            :mod:`dualkv.integrations.megatron.configs` refuses: with attention dropout, CUDA graphs, experts that drop
-            tokens or depend on all rows, and others. Of a spec the config is checked
-            when a layer is built. Every rank raises the same error. A call raises ValueError for an attention mask or
-            bias, a cache, another number of tokens than the layout's, heads that context-parallel ranks cannot share
-            ("a2a"), and a model without rotary embeddings.
+            core attention nor its `GatedDeltaNet` or `MambaMixer`, a router that is not its `TopKRouter`, or a config
+            that :mod:`dualkv.integrations.megatron.configs` refuses: with attention dropout, CUDA graphs, experts that
+            drop tokens or depend on all rows, and others. Of a spec the config is checked when a layer is built. Every
+            rank raises the same error. A call raises ValueError for an attention mask or bias, a cache, another number
+            of tokens than the layout's, heads that context-parallel ranks cannot share ("a2a"), and a model without
+            rotary embeddings.
         TypeError: neither a spec nor a model.
     """
     if not isinstance(target, nn.Module):
@@ -372,23 +371,49 @@ def enable(target: Target) -> Target:
                 _check_router(where, experts.router)
         _swap(target, PACKED)
         return target
-    layers = _layers(target)
-    gpt = _gpt(target)
-    refuse(gpt.config)
-    if gpt.position_embedding_type not in ROTARY:
-        raise ValueError(
-            f"position_embedding_type is {gpt.position_embedding_type!r}, expected {' or '.join(map(repr, ROTARY))}"
-        )
+    layers, model = _layers(target), _decoder_model(target)
+    refuse(model.config)
+    if isinstance(model, GPTModel):
+        if model.position_embedding_type not in ROTARY:
+            expected = " or ".join(map(repr, ROTARY))
+            raise ValueError(f"position_embedding_type is {model.position_embedding_type!r}, expected {expected}")
+    else:
+        _check_hybrid(model)
     for layer in layers:
-        inner = layer.self_attention
-        core = getattr(inner, "core_attention", None)
-        mask_type = getattr(inner, "attn_mask_type", None)
-        where = f"layer {layer.layer_number}"
-        _check_attention(where, type(inner), type(core), type(layer.cross_attention), mask_type)
+        where, inner = f"layer {layer.layer_number}", mixer_of(layer)
+        if isinstance(model, GPTModel) or not isinstance(inner, IdentityOp):  # layers of hybrids have one part
+            core, mask_type = getattr(inner, "core_attention", None), getattr(inner, "attn_mask_type", None)
+            crossed = type(getattr(layer, "cross_attention", IdentityOp()))
+            _check_attention(where, type(inner), type(core), crossed, mask_type)
         for router in _routers(layer):
             _check_router(where, type(router))
+            if isinstance(inner, IdentityOp) and (names := counted(model.config)):
+                raise ValueError(
+                    f"{names[0]} is {getattr(model.config, names[0])!r}, expected none in a {_name(type(model))}: the"
+                    f" router of {where} has no attention that says which rollouts share a row"
+                )
     _swap(target, PACKED)
     return target
+
+
+def _check_hybrid(model: Any) -> None:
+    """Raises ValueError for a HybridModel that cannot run packed groups, whatever its layers."""
+    kind, ranks = model.position_embedding_type, model.config.context_parallel_size
+    if kind not in (*ROTARY, "none"):
+        expected = ", ".join(map(repr, (*ROTARY, "none")))
+        raise ValueError(f"position_embedding_type is {kind!r}, expected {expected}")
+    if kind == "none" and not model.config.is_hybrid_model:
+        raise ValueError("is_hybrid_model is False, expected True: attention gets no rotary_pos_emb then")
+    if kind != "none" and ranks > 1:
+        raise ValueError(
+            f"position_embedding_type is {kind!r} and context_parallel_size {ranks}, expected 'none' or 1: HybridModel"
+            " cuts rotary frequencies into shares of its own"
+        )
+    if model.mtp_num_depths:
+        raise ValueError(
+            f"hybrid_layer_pattern is {model.hybrid_layer_pattern!r}, expected none of multi-token prediction: the next"
+            " token of a packed row is not always the next row"
+        )
 
 
 def disable(target: Target) -> Target:
@@ -402,8 +427,8 @@ def _swap(target: Any, classes: dict[type, type]) -> None:
     another one, or none, stay as they are."""
     if isinstance(target, nn.Module):
         for layer in _layers(target):
-            core = getattr(layer.self_attention, "core_attention", None)
-            for module in (layer.self_attention, core, *_routers(layer)):
+            inner = mixer_of(layer)
+            for module in (inner, getattr(inner, "core_attention", None), *_routers(layer)):
                 swap(module, "__class__", classes)
         return
     for layer in _specs(target):

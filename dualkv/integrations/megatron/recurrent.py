@@ -8,14 +8,22 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm import gated_delta_net as stock
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.nn import functional as F
 
 from dualkv.integrations.megatron.checked import Checked, refuse_beside
 from dualkv.integrations.megatron.rows import PackedGroups
 from dualkv.integrations.recurrent import kernels
-from dualkv.integrations.recurrent.rules import convolution, convolution_of_paths, delta_rule
+from dualkv.integrations.recurrent.rules import chunk_scan, convolution, convolution_of_paths, delta_rule, mamba2
 from dualkv.integrations.recurrent.sharded import trees_of
 from dualkv.sequence_parallel import Shard, check_heads
+
+try:
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.ssm import mamba_mixer
+    from megatron.core.ssm.mamba_layer import MambaLayer
+except ImportError:  # before 0.19, or without Triton
+    HybridModel = None
 
 
 class PackedGatedDeltaNet(Checked, stock.GatedDeltaNet):
@@ -83,4 +91,76 @@ class PackedGatedDeltaNet(Checked, stock.GatedDeltaNet):
         check_heads(f"the gated delta net of layer {self.layer_number}", heads, shard.world_size)
 
 
+LAYERS: tuple[type, ...] = (TransformerLayer,)
 MIXERS: dict[type, type] = {stock.GatedDeltaNet: PackedGatedDeltaNet}
+# What the classes here read of megatron-core's.
+READS: dict[type, str] = {
+    stock.GatedDeltaNet: "in_proj conv1d dt_bias A_log out_proj _apply_gated_norm activation use_qk_l2norm qk_dim v_dim"
+    " num_value_heads key_head_dim value_head_dim tp_size",
+}
+
+if HybridModel is not None:
+
+    class PackedMambaMixer(Checked, mamba_mixer.MambaMixer):
+        """[rows, 1, C] -> [rows, 1, C] and a bias. What runs on which rows and heads is as in the gated delta net."""
+
+        def forward(
+            self: Any,
+            hidden_states: torch.Tensor,
+            inference_context: Any = None,
+            *,
+            packed_seq_params: PackedSeqParams | None = None,
+            **kwargs: Any,
+        ) -> Any:
+            given = {"inference_context": inference_context, **kwargs}
+            if (packed := self._enter(hidden_states, packed_seq_params, given)) is None:
+                return super().forward(hidden_states, packed_seq_params=packed_seq_params, **given)
+            projected, _ = self.in_proj(hidden_states)
+            out = self._scanned(projected.transpose(0, 1), packed).to(projected.dtype).transpose(0, 1)
+            return self.out_proj(self.norm(out) if self.rmsnorm else out)
+
+        @torch.compiler.disable
+        def _scanned(self: Any, projected: torch.Tensor, packed: PackedGroups) -> torch.Tensor:
+            """[1, t, z, x, B, C and dt] -> gated results [1, t, H * P] in fp32."""
+            packed.layout._segments.use.seen = True
+            trees, inner, states = trees_of(packed.shard), self.d_inner_local_tp, self.ngroups_local_tp * self.d_state
+            slow = projected.device.type == "cpu" or self.config.deterministic_mode
+            z, rows, dt = projected.split([inner, inner + 2 * states, self.nheads_local_tp], -1)
+            rows = convolution_of_paths(
+                trees,
+                convolution,
+                rows.transpose(1, 2),
+                self.conv1d_weight.squeeze(1),
+                self.conv1d_bias,
+                None if slow else kernels.convolution(self.activation, rows.device),
+                activation=self.activation,
+            ).transpose(1, 2)
+            x, b, c = rows.split([inner, states, states], -1)
+            x = x.unflatten(-1, (-1, self.headdim)).contiguous()
+            b, c = (each.unflatten(-1, (-1, self.d_state)).contiguous() for each in (b, c))
+            out = mamba2(
+                trees,
+                [x, dt, b, c],
+                -torch.exp(self.A_log.float()),
+                chunk_scan if slow else mamba_mixer.mamba_chunk_scan_combined,
+                dt_bias=self.dt_bias.float(),
+                dt_softplus=True,
+                chunk_size=self.chunk_size,
+            )
+            skipped = x.float() * self.D.float().view(self.nheads_local_tp, -1)
+            return (out + skipped).flatten(2) * F.silu(z.float())
+
+        def _check_heads(self: Any, shard: Shard) -> None:
+            check_heads(f"the Mamba mixer of layer {self.layer_number}", self.nheads_local_tp, shard.world_size)
+
+    LAYERS = TransformerLayer, MambaLayer
+    MIXERS[mamba_mixer.MambaMixer] = PackedMambaMixer
+    READS[mamba_mixer.MambaMixer] = (
+        "in_proj conv1d_weight conv1d_bias dt_bias A_log D norm rmsnorm out_proj activation chunk_size headdim d_state"
+        " d_inner_local_tp nheads_local_tp ngroups_local_tp"
+    )
+
+
+def mixer_of(layer: Any) -> Any:
+    """The attention of a layer, or what it has in its place."""
+    return layer.self_attention if isinstance(layer, TransformerLayer) else layer.mixer

@@ -1,4 +1,4 @@
-"""Convolutions and gated delta rules of packed rows, of a library's functions for plain sequences."""
+"""Convolutions, gated delta rules and Mamba-2 of packed rows, by functions for plain sequences."""
 
 from __future__ import annotations
 
@@ -95,6 +95,110 @@ def delta_rule(trees: Trees, rows: list[Tensor], rule: Callable[..., Any], kerne
 
     out = scan(trees, trees.to_heads(rows), padded(batch) if function is None else of_wave)
     return trees.to_rows(out)
+
+
+def mamba2(
+    trees: Trees,
+    rows: list[Tensor],
+    A: Tensor,
+    function: Callable[..., Any],
+    *,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] | None = None,
+    **given: Any,
+) -> Tensor:
+    """Mamba-2 along the paths of trees.
+
+    Bias, softplus and limits of dt are applied before the padding: a limit from below would make 0 another value.
+
+    Args:
+        trees: of t own rows.
+        rows: x [1, t, H, P], dt [1, t, H], B and C [1, t, G, S]; H is a multiple of G.
+        A: [H], negative.
+        function: as :func:`chunk_scan`, whose rows with dt = 0 leave the state as it is.
+        D: [H].
+        dt_bias: [H].
+        dt_softplus: whether softplus is applied to dt.
+        dt_limit: the least and the largest dt.
+        given: further arguments of `function`.
+
+    Returns:
+        [1, t, H, P].
+    """
+    if not trees.num_tokens:
+        return torch.zeros_like(rows[0])
+    x, dt, b, c = trees.to_heads(rows)
+    A = trees.share(A)
+    if D is not None:
+        given["D"] = trees.share(D)
+    dt = dt.to(torch.promote_types(dt.dtype, torch.float32))
+    if dt_bias is not None:
+        dt = dt + trees.share(dt_bias).to(dt.dtype)
+    if dt_softplus:
+        dt = F.softplus(dt)
+    if dt_limit is not None:
+        dt = dt.clamp(*dt_limit)
+
+    def batch(rows: list[Tensor], initial: Tensor | None, keep: bool) -> tuple[Tensor, Tensor | None]:
+        x, dt, b, c = rows
+        found = function(x, dt, A, b, c, initial_states=initial, return_final_states=keep, **given)
+        return found if keep else (found, None)
+
+    return trees.to_rows(scan(trees, [x, dt, b, c], padded(batch)))
+
+
+def chunk_scan(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+) -> Any:
+    """Mamba-2 (https://arxiv.org/abs/2405.21060, section 6), chunk by chunk of rows, in fp32 at least.
+
+    A row decays the state [P, S] of a head by exp(A dt), adds dt x B^T, and gives C times the state, plus D x.
+
+    Args:
+        hidden_states: x, [N, L, H, P].
+        dt: [N, L, H].
+        A: [H], negative.
+        B, C: [N, L, G, S]; H is a multiple of G.
+        chunk_size: rows.
+        D: [H].
+        initial_states: [N, H, P, S].
+
+    Returns:
+        [N, L, H, P], and with `return_final_states` the states [N, H, P, S] too.
+    """
+    dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+    whole, dt, A = hidden_states.to(dtype), dt.to(dtype), A.to(dtype)
+    repeats = whole.shape[2] // B.shape[2]
+    b, c = (x.to(dtype).repeat_interleave(repeats, 2) for x in (B, C))
+    state = None if initial_states is None else initial_states.to(dtype)
+    results = []
+    for x, steps, b_, c_ in zip(*(x.split(chunk_size, 1) for x in (whole, dt, b, c)), strict=True):
+        grown = (x * steps[..., None]).transpose(1, 2)  # [N, H, L, P]
+        keys, queries = b_.transpose(1, 2), c_.transpose(1, 2)  # [N, H, L, S]
+        age = (steps * A).cumsum(1).transpose(1, 2)  # [N, H, L]
+        since = age[..., :, None] - age[..., None, :]
+        later = torch.ones(since.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+        out = (queries @ keys.transpose(-1, -2) * since.masked_fill(later, -torch.inf).exp()) @ grown
+        new = grown.transpose(-1, -2) @ (keys * (age[..., -1:] - age).exp()[..., None])
+        if state is not None:
+            out = out + (queries * age.exp()[..., None]) @ state.transpose(-1, -2)
+            new = new + state * age[..., -1].exp()[..., None, None]
+        state = new
+        results.append(out.transpose(1, 2))
+    found = torch.cat(results, 1)
+    if D is not None:
+        found = found + whole * D.to(dtype)[:, None]
+    return (found, state) if return_final_states else found
 
 
 def varlen(

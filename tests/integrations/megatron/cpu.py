@@ -17,6 +17,13 @@ from megatron.core.ssm import gated_delta_net
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+try:
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.ssm import mamba_context_parallel, mamba_mixer
+except ImportError:  # before 0.19
+    hybrid_block = None
 
 
 def _made_on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -59,6 +66,54 @@ def l2norm(x: torch.Tensor) -> torch.Tensor:
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
+def mamba(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, dt_bias: torch.Tensor, A: torch.Tensor, **given: Any
+) -> torch.Tensor:
+    """Mamba-2 row by row, with its convolution and gate: z, x, B, C and dt [N, L, ...] -> [N, L, H * P]."""
+    heads, inner, groups = len(A), len(A) * given["headdim"], given["ngroups"]
+    states = (len(weight) - inner) // 2
+    z, rows, dt = rows.split([inner, inner + 2 * states, heads], -1)
+    rows, _ = conv1d(rows, weight, bias)
+    x, b, c = rows.split([inner, states, states], -1)
+    x, dt = x.unflatten(-1, (heads, -1)), torch.nn.functional.softplus(dt + dt_bias)
+    b, c = (each.unflatten(-1, (groups, -1)).repeat_interleave(heads // groups, 2) for each in (b, c))
+    state, found = x.new_zeros(len(x), heads, x.shape[3], b.shape[3]), []
+    for x_, dt_, b_, c_ in zip(*(each.unbind(1) for each in (x, dt, b, c)), strict=True):
+        state = state * (dt_ * A).exp()[..., None, None] + (dt_[..., None] * x_)[..., None] * b_[..., None, :]
+        found.append((state * c_[..., None, :]).sum(-1) + given["D"][:, None] * x_)
+    return torch.stack(found, 1).flatten(2) * torch.nn.functional.silu(z)
+
+
+class GroupedNorm(torch.nn.Module):
+    """RMSNorm of each group of columns."""
+
+    def __init__(self, size: int, eps: float, group_size: int, **_: Any) -> None:
+        super().__init__()
+        self.weight, self.eps, self.group_size = torch.nn.Parameter(torch.ones(size)), eps, group_size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        groups = x.unflatten(-1, (-1, self.group_size))
+        return torch.nn.functional.rms_norm(groups, (self.group_size,), eps=self.eps).flatten(-2) * self.weight
+
+
+def rearrange(x: torch.Tensor, pattern: str) -> torch.Tensor:
+    """Compute the patterns of einops that Mamba's layer uses in training."""
+    return x.squeeze(1) if pattern == "d 1 w -> d w" else x.transpose(0, 1)
+
+
+def norm(config: Any, **sizes: Any) -> Any:
+    """The norm behind all layers of a HybridModel, which is Transformer Engine's."""
+    return torch.nn.Identity() if config.sequence_parallel else WrappedTorchNorm(config, **sizes)
+
+
+# Of mamba-ssm and einops, without which megatron-core makes no Mamba layer.
+MAMBA = {
+    "HAVE_MAMBA_SSM": True,
+    "HAVE_EINOPS": True,
+    "rearrange": rearrange,
+    "mamba_split_conv1d_scan_combined": mamba,
+    "ExtendedRMSNorm": GroupedNorm,
+}
 # Of flash-linear-attention, without which megatron-core makes no gated delta net.
 LIBRARY = {"HAVE_FLA": True, "chunk_gated_delta_rule": delta_rule, "causal_conv1d": conv1d, "l2norm": l2norm}
 NETS = {sys.modules[c.__module__] for c in gated_delta_net.GatedDeltaNet.__mro__ if "gated_delta" in c.__module__}
@@ -87,6 +142,11 @@ def on_cpu() -> Iterator[None]:
         for module in NETS | {gated_delta_net}:  # versions differ in where they have them
             for name, value in LIBRARY.items():
                 stack.enter_context(patch.object(module, name, value, create=True))
+        if hybrid_block is not None:
+            stack.enter_context(patch.object(hybrid_block, "TENorm", norm))
+            for module in (mamba_mixer, mamba_context_parallel):
+                for name, value in MAMBA.items():
+                    stack.enter_context(patch.object(module, name, value, create=True))
         # megatron-core 0.16 forgets this name where Transformer Engine is not installed.
         stack.enter_context(patch.object(moe_utils, "te_general_gemm", None, create=True))
         stack.enter_context(torch._dynamo.config.patch(disable=True))

@@ -15,6 +15,7 @@ from tests.integrations.megatron import cpu
 from tests.integrations.megatron.updates import (
     COUNTED,
     EXPERTS,
+    HYBRID,
     LATENT,
     RECURRENT,
     build,
@@ -23,6 +24,7 @@ from tests.integrations.megatron.updates import (
     packed_on_ranks,
 )
 
+AGAIN = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 COUNT = 4  # ranks; those that a scenario does not ask for are data parallel
 SCENARIOS: dict[str, dict[str, Any]] = {
     "tensor": {"tp": 2},
@@ -80,9 +82,7 @@ if hasattr(gated_delta_net, "tensor_a2a_cp2hp"):  # configs of earlier versions 
             "cp": 2,
             "cp_comm_type": "all_gather",
             **RECURRENT,
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
+            **AGAIN,
         },
         "context, tensor, sequence, recurrent": {
             "cp": 2,
@@ -93,6 +93,11 @@ if hasattr(gated_delta_net, "tensor_a2a_cp2hp"):  # configs of earlier versions 
             "linear_num_key_heads": 4,
             "linear_num_value_heads": 8,
         },
+        "context, hybrid": {"cp": 2, **HYBRID},
+        "hybrid, gathered, each layer again": {"cp": 2, "cp_comm_type": "all_gather", **HYBRID, **AGAIN},
+        "hybrid, tensor, sequence": {"tp": 2, "sequence_parallel": True, "norms": False, **HYBRID},
+        "hybrid, context, pipeline": {"cp": 2, "pp": 2, **HYBRID, "pattern": "*-|MG"},
+        "hybrid, experts": {"ep": 2, **EXPERTS, **HYBRID, "pattern": "M*EG"},
     }
 # What routers count, against one rank. A loss of all data-parallel ranks differs with their number.
 WITHOUT_GLOBAL = {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": [0.3, 0.5]}

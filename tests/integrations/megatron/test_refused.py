@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -15,7 +17,7 @@ import dualkv
 from codegen import packages
 from dualkv.integrations.megatron import PackedGroups, disable, enable, enabling
 from tests.integrations.megatron import cpu
-from tests.integrations.megatron.updates import LATENT, build, layer_spec
+from tests.integrations.megatron.updates import COUNTED, HYBRID, LATENT, build, hybrid, layer_spec
 
 LAYOUT = dualkv.Layout.from_lengths([3], [[2, 1]])
 
@@ -127,7 +129,7 @@ def masked() -> Any:
             "self_attention of layer 0 of the spec is Linear, expected the ModuleSpec of one",
         ),
         (masked, "layer 0 of the spec has attn_mask_type no_mask, expected causal or padding_causal"),
-        (lambda: torch.nn.Linear(2, 2), "Linear holds 0 GPTModel, expected one"),
+        (lambda: torch.nn.Linear(2, 2), "Linear holds 0 GPTModel( or HybridModel)?, expected one"),
     ],
 )
 def test_specs_and_models(make: Any, says: str) -> None:
@@ -156,6 +158,30 @@ def test_models_without_rotary_embeddings() -> None:
         enable(build(layer_spec(), {}, **given))
     with pytest.raises(ValueError, match=r"^layer 1 gets no rotary_pos_emb, expected a model whose position_embedding"):
         call(build(enable(layer_spec()), {}, **given))
+
+
+@pytest.mark.skipif(cpu.hybrid_block is None, reason="megatron-core before 0.19 has no HybridModel")
+def test_hybrid_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu.parallel()
+    model = hybrid(HYBRID)
+    assert disable(model) is model
+    kinds = [type(getattr(layer, "mixer", getattr(layer, "self_attention", None))) for layer in model.decoder.layers]
+    assert kinds == [cpu.mamba_mixer.MambaMixer, GatedDeltaNet, SelfAttention, IdentityOp]
+    for owner, name, value, says in (
+        (model, "position_embedding_type", "learned_absolute", "position_embedding_type is 'learned_absolute', exp"),
+        (model, "mtp_num_depths", 1, "hybrid_layer_pattern is 'MG[*]-', expected none of multi-token prediction: "),
+        (model.config, "is_hybrid_model", False, "is_hybrid_model is False, expected True: "),
+    ):
+        with monkeypatch.context() as changed:
+            changed.setattr(owner, name, value)
+            with pytest.raises(ValueError, match=f"^{says}"):
+                enable(model)
+    model.config.context_parallel_size, model.position_embedding_type = 2, "rope"
+    with pytest.raises(ValueError, match=r"^position_embedding_type is 'rope' and context_parallel_size 2, expected"):
+        enable(model)
+    says = "moe_router_enable_expert_bias is True, expected none in a HybridModel: the router of layer 3 has no"
+    with pytest.raises(ValueError, match=f"^{says}"):
+        hybrid(HYBRID | COUNTED | {"pattern": "M*EG"})
 
 
 def call(model: Any, layout: dualkv.Layout = LAYOUT, rows: int = 6, **arguments: Any) -> None:

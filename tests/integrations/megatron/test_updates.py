@@ -14,9 +14,10 @@ from dualkv.integrations.megatron import PackedGroups, disable, enable
 from dualkv.integrations.recurrent import ops, rules
 from tests.integrations import states
 from tests.integrations.megatron import cpu
-from tests.integrations.megatron.ranks import COUNT, SCENARIOS
+from tests.integrations.megatron.ranks import AGAIN, COUNT, SCENARIOS
 from tests.integrations.megatron.updates import (
     EXPERTS,
+    HYBRID,
     LATENT,
     RECURRENT,
     build,
@@ -74,7 +75,7 @@ def check(found: Any, bound: float = 1e-5) -> None:
         {**LATENT, "recompute_granularity": "selective", "recompute_modules": ["core_attn", "mla_up_proj"]},
         RECURRENT,
         {**RECURRENT, "linear_attention_freq": [1, 1], **EXPERTS},
-        {**RECURRENT, "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        RECURRENT | AGAIN,
         {**RECURRENT, "deterministic_mode": True},
     ],
     ids=lambda settings: " ".join(key for key in settings if key not in LATENT | RECURRENT) or next(iter(settings), ""),
@@ -97,13 +98,32 @@ def test_another_layout_computes_something_else() -> None:
     assert min(wrong.logp, wrong.gradients) > 1e-2
 
 
+@pytest.mark.skipif(cpu.hybrid_block is None, reason="megatron-core before 0.19 has no HybridModel")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"arguments": {"position_embedding_type": "rope"}},
+        AGAIN,
+        EXPERTS | {"pattern": "M*EG"},
+        {"deterministic_mode": True, "pattern": "MM", "num_layers": 2},
+    ],
+)
+def test_a_hybrid_model(settings: dict[str, Any]) -> None:
+    check(packed_against_replicated(**HYBRID | settings))
+
+
 @pytest.mark.parametrize("fault", ["states", "rows before"])
-def test_recurrent_layers_that_forget_their_path(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("settings", [RECURRENT, HYBRID | {"pattern": "M*-", "num_layers": 3}])
+def test_recurrent_layers_that_forget_their_path(
+    fault: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "pattern" in settings and cpu.hybrid_block is None:
+        pytest.skip("megatron-core before 0.19 has no HybridModel")
     if fault == "states":
         monkeypatch.setattr(ops, "inherit", lambda states, gather: torch.zeros_like(states[gather.parents]))
     else:
         monkeypatch.setattr(rules, "convolve", lambda conv, windows, *args, **kwargs: conv(*args, **kwargs))
-    logp, gradients = packed_against_replicated(**RECURRENT)
+    logp, gradients = packed_against_replicated(**settings)
     assert logp is not None
     assert min(logp, gradients) > 1e-3
 
@@ -147,7 +167,15 @@ def test_a_stock_model_does_not_take_packed_groups(lens: Any) -> None:
 
 
 # ---------------------------------------------------------------- several ranks
-LEFT_OUT = ("latent", "recurrent, ", "interleaved", "KV", "each", "sequence")  # others run much of what these do
+LEFT_OUT = (
+    "latent",
+    "recurrent, ",
+    "hybrid, ",
+    "interleaved",
+    "KV",
+    "each",
+    "sequence",
+)  # others run much of what these do
 
 
 @pytest.fixture(scope="module")

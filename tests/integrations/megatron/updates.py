@@ -11,9 +11,12 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 import dualkv
 from dualkv.integrations.megatron import PackedGroups, enable
@@ -69,6 +72,18 @@ RECURRENT = {
     "linear_num_value_heads": 4,
     "init_method_std": 0.1,
 }
+HYBRID = {
+    k: v for k, v in RECURRENT.items() if k not in ("experimental_attention_variant", "linear_attention_freq")
+} | {
+    "pattern": "MG*-",
+    "num_layers": 4,
+    "is_hybrid_model": True,
+    "mamba_state_dim": 8,
+    "mamba_head_dim": 12,
+    "mamba_num_groups": 2,
+    "mamba_num_heads": 4,
+}
+LAYERS = {"linear_attention_freq": [0, 1], "pipeline_model_parallel_size": 1}  # of attention, and a gated delta net
 LATENT = {
     "multi_latent_attention": True,
     "num_query_groups": 4,
@@ -84,7 +99,7 @@ LATENT = {
 def config(**settings: Any) -> TransformerConfig:
     """Fields of YaRN are none of a TransformerConfig, which is asked for them all the same."""
     kind = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
-    found = kind(**SMALL | {k: v for k, v in settings.items() if not k.startswith("yarn_")})
+    found = kind(**SMALL | {k: v for k, v in settings.items() if not k.startswith(("yarn_", "pattern"))})
     for name in settings.keys() - vars(found).keys():
         setattr(found, name, settings[name])
     return found
@@ -104,9 +119,50 @@ def layer_spec(norms: bool = True, **settings: Any) -> Any:
     if not norms:  # With sequence parallelism megatron-core has norms of Transformer Engine and Apex only.
         norm = spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = IdentityOp
     is_net = recurrent or [0] * settings.get("num_layers", SMALL["num_layers"])
-    stages, stage = settings.get("pipeline_model_parallel_size", 1), parallel_state.get_pipeline_model_parallel_rank()
-    is_net = is_net[len(is_net) * stage // stages : len(is_net) * (stage + 1) // stages]
+    if (stages := settings.get("pipeline_model_parallel_size", 1)) > 1:
+        own = len(is_net) // stages
+        is_net = is_net[own * parallel_state.get_pipeline_model_parallel_rank() :][:own]
     return with_nets(spec, is_net, norm)
+
+
+def hybrid(settings: dict[str, Any], norms: bool = True, **arguments: Any) -> Any:
+    """An enabled HybridModel of local layers."""
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+
+    attention, net = layer_spec(norms, **settings | LAYERS).layer_specs
+    norm, mlp, add = attention.submodules.input_layernorm, attention.submodules.mlp, attention.submodules.mlp_bda
+
+    def layer(kind: type, **parts: Any) -> ModuleSpec:
+        return ModuleSpec(kind, submodules=TransformerLayerSubmodules(**parts))
+
+    def mixing(spec: Any) -> ModuleSpec:
+        mixer = spec.submodules.self_attention
+        return layer(TransformerLayer, input_layernorm=norm, self_attention=mixer, self_attn_bda=add)
+
+    mixer = ModuleSpec(MambaMixer, submodules=MambaMixerSubmodules(ColumnParallelLinear, RowParallelLinear))
+    kinds = HybridStackSubmodules(
+        mamba_layer=ModuleSpec(MambaLayer, submodules=MambaLayerSubmodules(norm, mixer, add)),
+        gdn_layer=mixing(net),
+        attention_layer=enable(mixing(attention)),  # megatron-core's own refuses context parallelism when built
+        mlp_layer=layer(MLPLayer, pre_mlp_layernorm=norm, mlp=mlp, mlp_bda=add),
+        moe_layer=layer(TransformerLayer, pre_mlp_layernorm=norm, mlp=mlp, mlp_bda=add),
+    )
+    torch.manual_seed(0)
+    found = HybridModel(
+        config(**settings),
+        ModuleSpec(HybridStack, submodules=kinds),
+        VOCAB,
+        64,
+        settings["pattern"],
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        **arguments,
+    )
+    return enable(found)
 
 
 def build(spec: Any, settings: dict[str, Any], stage: int | None = None, **arguments: Any) -> GPTModel:
@@ -289,7 +345,9 @@ def packed_against_replicated(
         cpu.parallel(tp, pp, ep, cp, interleaved)
         changed = settings | {"context_parallel_size": cp}
         stages = [
-            build(enable(layer_spec(norms, **changed)), changed, stage, **arguments or {})
+            hybrid(changed, norms, **arguments or {})
+            if "pattern" in changed
+            else build(enable(layer_spec(norms, **changed)), changed, stage, **arguments or {})
             for stage in (range(interleaved) if interleaved else [None])
         ]
         with torch.no_grad():

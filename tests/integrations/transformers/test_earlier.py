@@ -31,7 +31,7 @@ def test_chunk_scan(starts: bool) -> None:
         state = state * torch.exp(dt[:, t] * decay)[..., None, None] + grown
         rows.append((state * queries[:, t, :, None]).sum(-1) + d[:, None] * x[:, t])
     expected = [torch.stack(rows, 1), state]
-    found = earlier.chunk_scan(x, dt, decay, b, c, chunk_size=16, D=d, initial_states=initial, return_final_states=True)
+    found = rules.chunk_scan(x, dt, decay, b, c, chunk_size=16, D=d, initial_states=initial, return_final_states=True)
     leaves = [y for y in (x, dt, decay, b, c, d, initial) if y is not None]
     weights = [torch.randn_like(y) for y in expected]
     grads = [torch.autograd.grad(outs, leaves, weights) for outs in (found, expected)]
@@ -43,7 +43,7 @@ def test_fast_decays_give_no_nan() -> None:
     """exp(-A dt) of a pair of rows in the wrong order would overflow."""
     x, dt = torch.randn(1, 32, 1, 2, requires_grad=True), torch.full((1, 32, 1), 50.0, requires_grad=True)
     b = torch.randn(1, 32, 1, 2)
-    out = earlier.chunk_scan(x, dt, torch.tensor([-16.0]), b, b, chunk_size=32)
+    out = rules.chunk_scan(x, dt, torch.tensor([-16.0]), b, b, chunk_size=32)
     out.sum().backward()
     for found in (out, x.grad, dt.grad):
         assert found is not None

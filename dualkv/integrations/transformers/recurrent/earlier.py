@@ -67,7 +67,7 @@ def packed_forward(cls: type[Any], conv: Forward, delta: Callable[[Forward], For
         cls: a class that :func:`knows` knows.
         conv: a convolution of packed rows, made of :func:`dualkv.integrations.recurrent.rules.convolution`.
         delta: makes the gated delta rule of packed rows of transformers' function.
-        mamba2: a scan of packed rows, made of :func:`chunk_scan`.
+        mamba2: a scan of packed rows, made of :func:`dualkv.integrations.recurrent.rules.chunk_scan`.
     """
     if cls.__name__ in GATED:
         rule = delta(getattr(sys.modules[cls.__module__], f"torch_{DELTA}"))
@@ -151,7 +151,7 @@ def in_one_chunk(mixers: Iterable[nn.Module]) -> Iterator[None]:
     """Make Nemotron-H's layers among `mixers` compute up to 64 rows in one chunk in this context.
 
     Their PyTorch code adds up the states of chunks over the wrong axis (transformers 5.10), so that rows behind the
-    first chunk have wrong results. The code of other families is right, and so is :func:`chunk_scan`.
+    first chunk have wrong results. The code of other families is right, and so is `rules.chunk_scan`.
     """
     with ExitStack() as undone:
         for mixer in mixers:
@@ -246,56 +246,3 @@ def refuse_cache(given: dict[str, Any]) -> None:
     for name in CACHES:
         if given.get(name) is not None:
             raise ValueError(f"{name} came together with dualkv: packed groups run without a cache")
-
-
-# ---------------------------------------------------------------- functions of plain sequences
-def chunk_scan(
-    hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    chunk_size: int,
-    D: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    return_final_states: bool = False,
-) -> Any:
-    """Mamba-2 (https://arxiv.org/abs/2405.21060, section 6), chunk by chunk of rows, in fp32 at least.
-
-    A row decays the state [P, S] of a head by exp(A dt), adds dt x B^T, and gives C times the state, plus D x.
-
-    Args:
-        hidden_states: x, [N, L, H, P].
-        dt: [N, L, H].
-        A: [H], negative.
-        B, C: [N, L, G, S]; H is a multiple of G.
-        chunk_size: rows.
-        D: [H].
-        initial_states: [N, H, P, S].
-
-    Returns:
-        [N, L, H, P], and with `return_final_states` the states [N, H, P, S] too.
-    """
-    dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-    whole, dt, A = hidden_states.to(dtype), dt.to(dtype), A.to(dtype)
-    repeats = whole.shape[2] // B.shape[2]
-    b, c = (x.to(dtype).repeat_interleave(repeats, 2) for x in (B, C))
-    state = None if initial_states is None else initial_states.to(dtype)
-    results = []
-    for x, steps, b_, c_ in zip(*(x.split(chunk_size, 1) for x in (whole, dt, b, c)), strict=True):
-        grown = (x * steps[..., None]).transpose(1, 2)  # [N, H, L, P]
-        keys, queries = b_.transpose(1, 2), c_.transpose(1, 2)  # [N, H, L, S]
-        age = (steps * A).cumsum(1).transpose(1, 2)  # [N, H, L]
-        since = age[..., :, None] - age[..., None, :]
-        later = torch.ones(since.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
-        out = (queries @ keys.transpose(-1, -2) * since.masked_fill(later, -torch.inf).exp()) @ grown
-        new = grown.transpose(-1, -2) @ (keys * (age[..., -1:] - age).exp()[..., None])
-        if state is not None:
-            out = out + (queries * age.exp()[..., None]) @ state.transpose(-1, -2)
-            new = new + state * age[..., -1].exp()[..., None, None]
-        state = new
-        results.append(out.transpose(1, 2))
-    found = torch.cat(results, 1)
-    if D is not None:
-        found = found + whole * D.to(dtype)[:, None]
-    return (found, state) if return_final_states else found

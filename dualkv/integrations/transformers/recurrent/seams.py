@@ -21,12 +21,18 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from torch.nn import functional as F
 
 from dualkv.integrations import flash_linear_attention, patching
 from dualkv.integrations.recurrent import kernels
 from dualkv.integrations.recurrent.ops import padded, scan
-from dualkv.integrations.recurrent.rules import convolution, convolution_of_paths, delta_rule, varlen
+from dualkv.integrations.recurrent.rules import (
+    chunk_scan,
+    convolution,
+    convolution_of_paths,
+    delta_rule,
+    mamba2,
+    varlen,
+)
 from dualkv.integrations.recurrent.sharded import trees_of
 from dualkv.integrations.recurrent.walked import Trees
 from dualkv.integrations.recurrent.waves import Wave
@@ -167,7 +173,7 @@ def install_in(cls: type[Any]) -> None:
 def _install_earlier(cls: type[Any], names: dict[str, Any]) -> None:
     if patching.is_marked(cls.forward):
         return
-    packed = earlier.packed_forward(cls, _conv(convolution), WRAPPERS[DELTA], _mamba2(earlier.chunk_scan))
+    packed = earlier.packed_forward(cls, _conv(convolution), WRAPPERS[DELTA], _mamba2(chunk_scan))
     patching.of(cls).replace("forward", patching.marked(earlier.replaced(cls.forward, packed)))
     earlier.speak(names, cls.__name__)
 
@@ -261,10 +267,7 @@ def _delta_rule(kernel: str) -> Callable[[Callable[..., Any]], Callable[..., Any
 
 # ---------------------------------------------------------------- Mamba-2
 def _mamba2(own: Callable[..., Any]) -> Callable[..., Any]:
-    """`(x, dt, A, B, C, chunk_size=, D=, dt_bias=, ...) -> out`; a row with dt = 0 leaves the state as it is.
-
-    Bias, softplus and limits of dt are applied before the padding: a limit from below would make 0 another value.
-    """
+    """`(x, dt, A, B, C, chunk_size=, D=, dt_bias=, ...) -> out`."""
 
     @wraps(own)
     def call(*args: Any, dualkv: Any = None, **kwargs: Any) -> Any:
@@ -279,31 +282,9 @@ def _mamba2(own: Callable[..., Any]) -> Callable[..., Any]:
             raise ValueError("mamba2_chunk_scan got a gate z together with dualkv: expected a gate outside of the scan")
         given = _meant(own, dict(zip(inspect.signature(inspect.unwrap(own)).parameters, args, strict=False)) | kwargs)
         x, dt, decay, b, c = (given.pop(name) for name in ("hidden_states", "dt", "A", "B", "C"))
-        if not trees.num_tokens:
-            return torch.zeros_like(x)
-        x, dt, b, c = trees.to_heads([x, dt, b, c])
-        decay = trees.share(decay)
-        given |= {name: trees.share(given[name]) for name in ("D", "dt_bias") if given.get(name) is not None}
-        dt = _step(dt, given.pop("dt_bias", None), given.pop("dt_softplus", False), given.pop("dt_limit", None))
-
-        def batch(rows: list[Tensor], initial: Tensor | None, keep: bool) -> tuple[Tensor, Tensor | None]:
-            x, dt, b, c = rows
-            found = _for(own, x)(x, dt, decay, b, c, initial_states=initial, return_final_states=keep, **given)
-            return found if keep else (found, None)
-
-        return trees.to_rows(scan(trees, [x, dt, b, c], padded(batch)))
+        return mamba2(trees, [x, dt, b, c], decay, _for(own, x), **given)
 
     return call
-
-
-def _step(dt: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[float, float] | None) -> Tensor:
-    """[1, T, H] the length of the step of each row, in fp32 at least."""
-    dt = dt.to(torch.promote_types(dt.dtype, torch.float32))
-    if bias is not None:
-        dt = dt + bias.to(dt.dtype)
-    if softplus:
-        dt = F.softplus(dt)
-    return dt if limit is None else dt.clamp(*limit)
 
 
 def _fused(own: Callable[..., Any]) -> Callable[..., Any]:
