@@ -121,7 +121,9 @@ def test_rows_that_outgrow_their_reference_are_counted(name, features):
 
 
 def test_other_reasons_for_a_recompute_pass():
-    """Huge references, and values with which O may be infinite; not calls outside, nor a gradient's."""
+    """Huge references, and values with which O may be infinite, count; calls outside and backwards do not."""
+    limits = 2**counted.RESCALE_AT, 2**counted.SUM_LIMIT, counted.REFERENCE_LIMIT
+    assert limits == (2**softmax.RESCALE_AT, softmax.SUM_LIMIT, softmax.REFERENCE_LIMIT)
     layout, (q, k, v) = LAYOUTS["groups"], torch.randn(3, LAYOUTS["groups"].num_tokens, 2, 16)
     with dualkv.RecomputePasses() as passes:
         dualkv.attention(q, k, v.requires_grad_(), layout).sum().backward()
