@@ -209,8 +209,9 @@ def markdown(record: dict[str, Any]) -> str:
     value = min(layer["norm_over_median"]["first_value"][0] for layer in layers)
     return markdown_table([f"error, {' / '.join(record['dtypes'])}", *NAMES], rows) + (
         f"\n\nThe largest score is {score:.0f}. The first token gets up to {100 * share:.0f} % of a layer's attention,"
-        f" and the norm of its value is down to {value:.2f} of the median. Scores are up to 2^{above:.0f} above the largest of"
-        f" their row's own block: of {of_tiles:,} tiles at most {tiles:,} took a [recompute pass](design.md#forward)."
+        f" and the norm of its value is down to {value:.2f} of the median. Scores are up to 2^{above:.0f} above the"
+        f" largest of their row's own block: of {of_tiles:,} tiles at most {tiles:,} took a"
+        " [recompute pass](design.md#forward)."
     )
 
 
