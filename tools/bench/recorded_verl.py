@@ -47,6 +47,7 @@ from tools.bench.verl_options import Engine
 LOGGED = "loss", "grad_norm", "kl_loss"
 Weights = dict[str, torch.Tensor]
 LogProbs = list[list[torch.Tensor]]  # of each update's responses
+Trained = tuple[dict[str, Any], LogProbs, LogProbs, Weights]
 
 
 def read_updates(path: Path, groups: int, updates: int) -> tuple[list[TensorDict], list[list[float]]]:
@@ -89,7 +90,7 @@ def weights_of(worker: Any) -> Weights:
     return {name: x.detach().to("cpu", torch.float32, copy=True) for name, x in whole.items()}
 
 
-def train(s: Settings, batches: list[TensorDict], folder: Path, kl: float) -> tuple[dict[str, Any], LogProbs, Weights]:
+def train(s: Settings, batches: list[TensorDict], folder: Path, kl: float) -> Trained:
     """One update for each batch: its figures, the log-probs of all responses before and after, weights."""
     worker, device = worker_for(s, folder, kl), get_torch_device()
     before, steps = score_all(s, batches, worker), list[dict[str, float]]()
@@ -104,7 +105,7 @@ def train(s: Settings, batches: list[TensorDict], folder: Path, kl: float) -> tu
         device.synchronize()
         made = {"seconds": time.perf_counter() - start}
         steps.append(
-            made | {name: float(torch.tensor(metrics[name]).sum()) for name in ("loss", "grad_norm", "kl_loss")}
+            made | {name: float(torch.tensor(metrics[name]).sum()) for name in LOGGED}
         )
     figures = {name: [step[name] for step in steps] for name in steps[0]}
     peak = device.max_memory_allocated() / 2**30
