@@ -138,5 +138,9 @@ def train(args):
     trainer.train()
 
 
-if __name__ == "__main__":
+def main():
     train(options(__doc__).parse_args())
+
+
+if __name__ == "__main__":
+    main()

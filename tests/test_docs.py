@@ -74,7 +74,7 @@ def check_options(words, whole):
         paths = [path for path in (ROOT / file, ROOT / file.removesuffix(".py") / "__main__.py") if path.exists()]
         if not paths and not (ROOT / file.partition("/")[0]).exists():
             return  # a module of another library
-        if not re.search("argparse|typer", paths[0].read_text()):
+        if not re.search(r"argparse|typer|options\(", paths[0].read_text()):
             assert words[3:] == [], f"{file} takes no options"
             return
     try:

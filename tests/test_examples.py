@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import runpy
 import socket
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from dualkv.data.rollouts import ByteTokenizer
-from dualkv.models import load_model
+from tests import small_example
 from tests.ranks import on_ranks
+from tools.bench import real_model as records
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -126,28 +124,9 @@ def test_ranks_together_compute_what_one_computes(example, monkeypatch):
 @pytest.fixture
 def real_model(monkeypatch):
     """The example on real weights, as a module, with a small model, bytes for tokens and a task of its own."""
-    spec = importlib.util.spec_from_file_location("real_model", EXAMPLES / "real_model.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-
-    def load(name, dtype, device, seed):
-        model = load_model("tiny", dtype, device, seed)
-        model.config.eos_token_id = 256
-        return model
-
-    class Dataset(list):
-        def score_answer(self, answer, entry):
-            return sum("a" <= c <= "z" for c in answer) / max(len(answer), 1)
-
-    def create_dataset(name, seed, size, **settings):
-        return Dataset({"question": f"{name} {seed + i}?", "answer": "abcde"[i % 5]} for i in range(40))
-
-    monkeypatch.setitem(sys.modules, "reasoning_gym", SimpleNamespace(create_dataset=create_dataset))
-    monkeypatch.setattr(module, "load_model", load)
-    monkeypatch.setattr(module, "LocalTokenizer", lambda name: ByteTokenizer())
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield module
+    yield small_example.load("real_model", monkeypatch)
     torch.set_num_threads(threads)
 
 
@@ -190,3 +169,7 @@ def test_real_model_learns_the_same_both_ways_and_resumes(real_model, monkeypatc
             assert line[name] == pytest.approx(replicated[update][name], rel=1e-3, abs=1e-5), name
         assert line["rows"] < replicated[update]["rows"] / 1.5
     assert packed[2]["kl"] > 0
+    made = records.record([tmp_path / "replicated", tmp_path / "packed"], [], None, None)
+    assert made["runs_of"]["packed"]["alike"][0] == 1
+    assert made["commit"] == json.loads((tmp_path / "packed" / "log.jsonl").read_text().splitlines()[0])["commit"]
+    assert "| packed" in records.markdown(made, made)

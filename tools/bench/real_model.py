@@ -1,8 +1,8 @@
-"""`python -m tools.bench.real_model --json docs/results/real-model-h200.json --commit COMMIT --date DATE RUN...`
+"""`python -m tools.bench.real_model --json docs/results/real-model-trainers-h200.json RUN...`
 
-Record runs of a real model: RUNs are folders that `examples/real_model.py --out RUN` wrote, the first one replicated.
-Their logs come from another machine, so commit and date are given. Responses of runs with one seed are drawn with the
-same random numbers. How many are equal, update for update, tells how far a run has parted from the first one.
+Record runs of a real model: RUNs are folders that `examples/real_model.py --out RUN` or `examples/real_model_trl.py`
+wrote. Their logs name the machine, the commit and the date. Responses of runs with one seed are drawn with the same
+random numbers. How many are equal, update for update, tells how far a run has parted from the first one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,20 @@ from tools.bench.record import JsonPath
 HELD_OUT = "update", "questions", "greedy_accuracy", "sampled_accuracy", "distinct_answers", "constant_accuracy"
 SETTINGS = "task", "task_settings", "way", "lora", "lr", "kl", "seed", "groups", "responses", "response_len", "budget"
 SERIES = "reward", "kl", "entropy", "response_len", "update_s", "generate_s", "step_s"
-ALONE = "replicated-0", "packed-0"  # runs that shared their GPU with no other, whose times are shown
+# Runs that shared their GPU with no other, whose times are shown.
+ALONE = "replicated-0", "packed-0", "trl-replicated-0", "trl-packed-0"
+ABOUT = "date", "commit", "changed_files", "gpu", "python", "cuda", "versions"
 COLUMNS = ["way", "seed", "likeliest answers", "sampled answers", "update, s", "sampling, s", "step, s", "peak memory"]
+VERL_COLUMNS = [
+    "run",
+    "update, s",
+    "peak memory",
+    "log-probs before, from fp32",
+    "log-probs after, from veRL's",
+    "movement of weights, from veRL's",
+    "right answers",
+    "other answers",
+]
 Lines = list[dict[str, Any]]
 
 
@@ -35,6 +47,7 @@ def figures(lines: Lines) -> dict[str, Any]:
     """Settings, held-out accuracies, and one number an update of each of SERIES."""
     head, steps = lines[0], [line for line in lines if "reward" in line]
     return {
+        "trainer": head["trainer"],
         "settings": {name: head["settings"][name] for name in SETTINGS} | {"prompt_len": head["prefix"]},
         "updates": len(steps),
         "rows": round(sum(line["rows"] for line in steps) / len(steps)),
@@ -54,55 +67,77 @@ def alike(lines: Lines, base: Lines) -> list[float]:
 def record(
     folders: Sequence[Path], candidates: Sequence[Path], screened: Path | None, times: Path | None
 ) -> dict[str, Any]:
-    """The figures of all runs."""
+    """The figures of all runs.
+
+    Raises:
+        ValueError: runs of more than one commit.
+    """
     logs = {folder.name: log(folder / "log.jsonl") for folder in folders}
     base = next(iter(logs.values()))
+    timed = {"times": json.loads(times.read_text())} if times else {}
+    heads = {name: lines[0] for name, lines in logs.items()} | timed
+    if others := [name for name, head in heads.items() if head["commit"] != base[0]["commit"]]:
+        raise ValueError(f"{', '.join(others)}: expected commit {base[0]['commit']}, the first run's")
     runs = {name: figures(lines) for name, lines in logs.items()}
     for name, lines in logs.items():
         if lines is not base and lines[0]["settings"]["seed"] == base[0]["settings"]["seed"]:
             runs[name]["alike"] = alike(lines, base)
     short = [{k: v for k, v in figures(log(path)).items() if k not in SERIES} for path in candidates]
-    made: dict[str, Any] = {
-        "gpu": {"name": base[0]["device"]},
-        "versions": {"torch": base[0]["torch"]},
-        "runs_of": runs,
-    }
+    made: dict[str, Any] = {name: base[0][name] for name in ABOUT} | {"runs_of": runs}
     made |= {"candidates": short} if short else {}
     if screened:
         shown = [line for line in screened.read_text(errors="replace").splitlines() if line.startswith('{"task"')]
         kept = ("task", *HELD_OUT[1:4], "prefix", "question_len", "answer_len")
         made["screened"] = [{name: json.loads(line)[name] for name in kept} for line in shown]
-    return made | ({"times": json.loads(times.read_text())} if times else {})
+    return made | {name: {k: v for k, v in each.items() if k not in ABOUT} for name, each in timed.items()}
 
 
-def markdown(made: dict[str, Any]) -> str:
-    """Tabulate the runs: accuracy before and after, time and memory."""
+def markdown(made: dict[str, Any], of_trainers: dict[str, Any]) -> str:
+    """Tabulate the runs, and those of other trainers in a second record: accuracy before and after, time and memory."""
     rows = []
-    for name, run in made["runs_of"].items():
+    theirs = {name: run for name, run in of_trainers["runs_of"].items() if run["trainer"] != "real_model.py"}
+    for name, run in (made["runs_of"] | theirs).items():
         before, after = run["held_out"][0], run["held_out"][-1]
         if after["update"] == 0:
             continue
         way = run["settings"]["way"] + (f", LoRA of rank {run['settings']['lora']}" if run["settings"]["lora"] else "")
+        way = f"{run['trainer']}, {way}" if name in theirs else way
         accuracy = [f"{100 * before[kind]:.1f} to {100 * after[kind]:.1f} %" for kind in HELD_OUT[2:4]]
         seconds = [f"{median(run[kind]):.2f}" if name in ALONE else "" for kind in ("update_s", "generate_s", "step_s")]
         rows.append([way, str(run["settings"]["seed"]), *accuracy, *seconds, f"{run['peak_gib']:.1f} GiB"])
     return markdown_table(COLUMNS, rows)
 
 
+def verl_markdown(made: dict[str, Any]) -> str:
+    """Tabulate a record of tools.bench.recorded_verl."""
+    rows = []
+    for name, run in made["runs_of"].items():
+        exact, (_, after) = run["log_probs_from_fp32"], run["log_probs_apart"]
+        first = name == next(iter(made["runs_of"]))
+        answers = [f"{run[kind][0]:.2f} to {run[kind][1]:.2f}" for kind in ("rewarded", "others")]
+        rows.append(
+            [
+                {"verl": "veRL's engine", "dualkv": "packed"}.get(name, name.replace("verl", "veRL's engine")),
+                f"{run['median_s']:.2f}",
+                f"{run['peak_gib']:.1f} GiB",
+                f"{exact['mean']:.4f}",
+                "" if first else f"{after['mean']:.4f}",
+                "" if first else f"{100 * run['weights_apart']:.0f} %",
+                *answers,
+            ]
+        )
+    return markdown_table(VERL_COLUMNS, rows)
+
+
 def main(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
     json_to: JsonPath,
-    commit: Annotated[str, typer.Option(help="The commit that ran, all 40 digits.")],
-    date: Annotated[str, typer.Option(help="When it ran.")],
     candidates: Annotated[list[Path] | None, typer.Option(help="Logs of short runs of other tasks.")] = None,
     screened: Annotated[Path | None, typer.Option(help="What --screen printed.")] = None,
     times: Annotated[Path | None, typer.Option(help="What --time wrote.")] = None,
 ) -> None:
-    """Record runs of examples/real_model.py."""
-    if len(commit) != 40:
-        raise typer.BadParameter(f"commit is {commit!r}, expected 40 digits")
-    about = {"date": date, "commit": commit, "changed_files": []}
-    json_to.write_text(filed.text(about | record(runs, candidates or [], screened, times)))
+    """Record runs of examples/real_model.py and examples/real_model_trl.py."""
+    json_to.write_text(filed.text(record(runs, candidates or [], screened, times)))
 
 
 if __name__ == "__main__":

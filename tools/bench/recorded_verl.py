@@ -1,8 +1,8 @@
 """`python -m tools.bench.recorded_verl --rollouts runs/packed-0/rollouts.jsonl --json FILE`: real weights in veRL.
 
-SmolLM2-135M-Instruct trains on rollouts that `examples/real_model.py` recorded, by veRL's own engine, by that engine
-with smaller micro-batches, and by packed groups. An update takes the next prompts of the file; old log-probs are the
-policy's, and the reference is the model before the first update. The second run shows how far rounding alone takes two
+SmolLM2-135M-Instruct trains on rollouts that `examples/real_model.py` recorded, by veRL's own engine, by packed groups,
+and by veRL's engine with smaller micro-batches. An update takes the next prompts of the file; old log-probs are the
+policy's, and the reference is the model before the first update. The third run shows how far rounding alone takes two
 runs of one engine. One process, on the GPU where there is one.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import mean, median
@@ -70,6 +71,24 @@ def read_updates(path: Path, groups: int, updates: int) -> tuple[list[TensorDict
     return batches, rewards
 
 
+def runs_for(
+    model: str, batches: list[TensorDict], groups: int, max_tokens: int, learning_rate: float, dtype: str
+) -> dict[str, Settings]:
+    task = Task(
+        groups=groups,
+        responses=len(batches[0]) // groups,
+        prompt_len=max(int(batch["prompts"].offsets().diff().max()) for batch in batches),
+        response_len=max(int(batch["responses"].offsets().diff().max()) for batch in batches),
+    )
+    s = settings_for(task, len(batches), learning_rate, dtype)
+    s = replace(s, model=model, attention="ragged", micro_batch=None, max_tokens=max_tokens)
+    return {
+        "verl": s,
+        "dualkv": replace(s, engine=Engine.DUALKV),
+        "verl, smaller micro-batches": replace(s, max_tokens=max_tokens // 3),
+    }
+
+
 def worker_for(s: Settings, folder: Path, kl: float) -> Any:
     gc.collect()
     get_torch_device().empty_cache()
@@ -104,9 +123,7 @@ def train(s: Settings, batches: list[TensorDict], folder: Path, kl: float) -> Tr
         metrics = tu.get(worker.train_mini_batch(data), "metrics")
         device.synchronize()
         made = {"seconds": time.perf_counter() - start}
-        steps.append(
-            made | {name: float(torch.tensor(metrics[name]).sum()) for name in LOGGED}
-        )
+        steps.append(made | {name: float(torch.tensor(metrics[name]).sum()) for name in LOGGED})
     figures = {name: [step[name] for step in steps] for name in steps[0]}
     peak = device.max_memory_allocated() / 2**30
     after = score_all(s, batches, worker)
@@ -127,8 +144,9 @@ def per_answer(log_probs: LogProbs, rewards: list[list[float]], rewarded: bool) 
 
 def compare(
     runs: dict[str, Settings], batches: list[TensorDict], rewards: list[list[float]], folder: Path, kl: float
-) -> dict[str, Any]:
-    """Figures of all runs, beside the first one's; its log-probs of the first update in fp32 too."""
+) -> Iterator[dict[str, Any]]:
+    """Figures of the runs by name, after each of them, beside the first one's; also how far log-probs of the first
+    update are from fp32."""
     base = next(iter(runs.values()))
     exact = score_all(base, batches[:1], worker_for(replace(base, dtype="fp32"), folder, kl))
     start = weights_of(worker_for(base, folder, kl))
@@ -144,7 +162,7 @@ def compare(
             figures[kind] = [per_answer(x, rewards, rewarded) for x in (before, after)]
         found[name] = figures
         print(f"{name}: {figures}", flush=True)
-    return found
+        yield found
 
 
 def main(
@@ -161,24 +179,11 @@ def main(
     """Train on recorded rollouts by veRL's engine and by packed groups, and write how far they part."""
     batches, rewards = read_updates(rollouts, groups, updates)
     record = Record(json_to, one_process())
-    s = replace(
-        settings_for(Task(groups=groups, responses=len(rewards[0]) // groups), updates, learning_rate, dtype),
-        model=model,
-        attention="ragged",
-        micro_batch=None,
-        max_tokens=max_tokens,
-        prompt_len=max(int(x.offsets().diff().max()) for x in (batch["prompts"] for batch in batches)),
-        response_len=max(int(x.offsets().diff().max()) for x in (batch["responses"] for batch in batches)),
-    )
-    runs = {
-        "verl": s,
-        "verl, smaller micro-batches": replace(s, max_tokens=max_tokens // 3),
-        "dualkv": replace(s, engine=Engine.DUALKV),
-    }
+    runs = runs_for(model, batches, groups, max_tokens, learning_rate, dtype)
     with tempfile.TemporaryDirectory() as folder:
         load_model(model, torch.float32, torch.device("cpu"), 0).save_pretrained(folder)
-        found = compare(runs, batches, rewards, Path(folder), kl)
-    record.write({"settings": asdict(s) | {"kl": kl}, "runs_of": found})
+        for found in compare(runs, batches, rewards, Path(folder), kl):
+            record.write({"settings": asdict(runs["verl"]) | {"kl": kl}, "runs_of": found})
     dist.destroy_process_group()
 
 

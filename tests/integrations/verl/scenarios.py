@@ -247,6 +247,7 @@ ONE_MORE: dict[str, dict[str, Any]] = {
     "bench-traces": {"run": "bench", "rows": TRACE_ROWS, "distance": [OF_TRACE["trace"], KEPT["trace"]]},
     "old-log-probs": {"run": "old_log_probs", "row": TRACE_ROWS[0]},
     "training": {"run": "training"},
+    "recorded": {"run": "recorded"},
     "from-configuration": {"run": "from_configuration", "overrides": OVERRIDES},
     "canary-planted": PACKED | {"run": "planted", "canary": 1, "budget": TIGHT},
     "canary-never": PACKED | {"run": "scored", "canary": 0},

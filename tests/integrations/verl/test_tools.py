@@ -61,3 +61,14 @@ def test_training_is_the_same_with_both_engines(results: Results) -> None:
     found = results("training")[0]
     assert found["rewarded"]["dualkv"] == found["rewarded"]["verl"]
     assert len(found["rewarded"]["verl"]) == 2
+
+
+def test_training_on_recorded_rollouts_is_the_same_with_both_engines(results: Results) -> None:
+    found = results("recorded")[0]["found"]
+    assert len(found) == 3
+    for run in found.values():
+        assert run["log_probs_from_fp32"]["largest"] < 1e-4
+        assert run["log_probs_apart"][1]["largest"] < 1e-3
+        assert run["weights_apart"] < 1e-2
+        assert run["grad_norm"] == pytest.approx(found["verl"]["grad_norm"], rel=1e-3)
+        assert run["rewarded"][1] - run["rewarded"][0] > run["others"][1] - run["others"][0] + 0.1

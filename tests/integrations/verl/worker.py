@@ -12,6 +12,7 @@ import gc
 import json
 import logging
 import os
+import random
 import sys
 import traceback
 import warnings
@@ -53,9 +54,10 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 import dualkv
 from dualkv.integrations.verl.engine import restore_attention
+from dualkv.models import load_model
 from dualkv.ops import reference
 from tests.integrations.verl.rollouts import MODELS, UPDATE, make_rollouts, nested
-from tools.bench import stock_attention, train_verl, ulysses, verl_options
+from tools.bench import recorded_verl, stock_attention, train_verl, ulysses, verl_options
 from tools.bench import verl as bench_verl
 
 SCORES = ("log_probs", "entropy", "sum_pi_squared", "values")
@@ -426,6 +428,25 @@ def training(s: dict[str, Any], models: Path) -> dict[str, Any]:
         for engine in verl_options.Engine
     }
     return {"rewarded": rewarded}
+
+
+def recorded(s: dict[str, Any], models: Path) -> dict[str, Any]:
+    """Train on a file of two groups an update by both engines."""
+    draw = random.Random(0)
+    lines = [
+        {
+            "prompt": [draw.randrange(256) for _ in range(40 + group)],
+            "responses": [[draw.randrange(256) for _ in range(3 + i)] for i in range(3)],
+            "rewards": [1.0, 0.0, 0.0],
+        }
+        for group in range(4)
+    ]
+    (models / "rollouts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    batches, rewards = recorded_verl.read_updates(models / "rollouts.jsonl", groups=2, updates=2)
+    runs = recorded_verl.runs_for("tiny", batches, 2, 150, 1e-3, "fp32")
+    load_model("tiny", torch.float32, torch.device("cpu"), 0).save_pretrained(models / "recorded")
+    *_, found = recorded_verl.compare(runs, batches, rewards, models / "recorded", kl=0.05)
+    return {"found": found}
 
 
 class _Log(logging.Handler):
