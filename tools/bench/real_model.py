@@ -67,29 +67,29 @@ def alike(lines: Lines, base: Lines) -> list[float]:
 def record(
     folders: Sequence[Path], candidates: Sequence[Path], screened: Path | None, times: Path | None
 ) -> dict[str, Any]:
-    """The figures of all runs.
-
-    Raises:
-        ValueError: runs of more than one commit.
-    """
+    """The figures of all runs; date, commit and machine of the first one, and of others what differs."""
     logs = {folder.name: log(folder / "log.jsonl") for folder in folders}
     base = next(iter(logs.values()))
-    timed = {"times": json.loads(times.read_text())} if times else {}
-    heads = {name: lines[0] for name, lines in logs.items()} | timed
-    if others := [name for name, head in heads.items() if head["commit"] != base[0]["commit"]]:
-        raise ValueError(f"{', '.join(others)}: expected commit {base[0]['commit']}, the first run's")
-    runs = {name: figures(lines) for name, lines in logs.items()}
+    about = {name: base[0][name] for name in ABOUT}
+
+    def differs(head: dict[str, Any]) -> dict[str, Any]:
+        return {name: head[name] for name in ABOUT if head[name] != about[name]}
+
+    runs = {name: differs(lines[0]) | figures(lines) for name, lines in logs.items()}
     for name, lines in logs.items():
         if lines is not base and lines[0]["settings"]["seed"] == base[0]["settings"]["seed"]:
             runs[name]["alike"] = alike(lines, base)
     short = [{k: v for k, v in figures(log(path)).items() if k not in SERIES} for path in candidates]
-    made: dict[str, Any] = {name: base[0][name] for name in ABOUT} | {"runs_of": runs}
+    made: dict[str, Any] = about | {"runs_of": runs}
     made |= {"candidates": short} if short else {}
     if screened:
         shown = [line for line in screened.read_text(errors="replace").splitlines() if line.startswith('{"task"')]
         kept = ("task", *HELD_OUT[1:4], "prefix", "question_len", "answer_len")
         made["screened"] = [{name: json.loads(line)[name] for name in kept} for line in shown]
-    return made | {name: {k: v for k, v in each.items() if k not in ABOUT} for name, each in timed.items()}
+    if times:
+        timed = json.loads(times.read_text())
+        made["times"] = differs(timed) | {name: value for name, value in timed.items() if name not in ABOUT}
+    return made
 
 
 def markdown(made: dict[str, Any], of_trainers: dict[str, Any]) -> str:

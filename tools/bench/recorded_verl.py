@@ -179,7 +179,7 @@ def main(
     """Train on recorded rollouts by veRL's engine and by packed groups, and write how far they part."""
     batches, rewards = read_updates(rollouts, groups, updates)
     record = Record(json_to, one_process())
-    runs = runs_for(model, batches, groups, max_tokens, learning_rate, dtype)
+    runs = runs_for(Path(model).name, batches, groups, max_tokens, learning_rate, dtype)
     with tempfile.TemporaryDirectory() as folder:
         load_model(model, torch.float32, torch.device("cpu"), 0).save_pretrained(folder)
         for found in compare(runs, batches, rewards, Path(folder), kl):
