@@ -23,29 +23,26 @@ def convolve(
     conv: Callable[..., Tensor],
     windows: waves.Windows | None,
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """A causal depthwise convolution along the paths of a layout.
+    """A causal convolution along the paths of a layout, or any function that reads a few rows back.
 
     Args:
-        conv: `conv(x, weight, bias, **kwargs)` convolves sequences [N, C, L], with zeros before each.
+        conv: `conv(x, *args, **kwargs)` convolves sequences [N, C, L] to [N, C', L], with zeros before each.
         windows: of the layout's T tokens; None where no row reads another.
         x: [1, C, T].
-        weight: [C, k].
-        bias: [C] or None.
 
     Returns:
-        [1, C, T].
+        [1, C', T].
     """
     if windows is None:
-        return conv(x, weight, bias, **kwargs)
+        return conv(x, *args, **kwargs)
     rows, around = _Reread.apply(x.transpose(1, 2), windows.around, windows.halo)
-    out = conv(rows.transpose(1, 2), weight, bias, **kwargs)
+    out = conv(rows.transpose(1, 2), *args, **kwargs)
     around = around.masked_fill(windows.missing[..., None], 0)  # [M, 2 back, C]
-    right = conv(around.transpose(1, 2).contiguous(), weight, bias, **kwargs)[:, :, weight.shape[-1] - 1 :]
-    right = right.transpose(1, 2).reshape(-1, x.shape[1])[windows.results]  # [R, C]
+    right = conv(around.transpose(1, 2).contiguous(), *args, **kwargs)[:, :, around.shape[1] // 2 :]
+    right = right.transpose(1, 2).flatten(0, 1)[windows.results]  # [R, C']
     # Channels become neighbours in memory, as scans read them.
     return out.transpose(1, 2).index_copy(1, windows.rows, right[None]).transpose(1, 2)
 

@@ -300,6 +300,13 @@ def _keep_layout(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             patching.hand(part, kwargs.get("dualkv"))
 
 
+def _hand_on(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of attention with recurrent layers within, which find the layout."""
+    for part in module.children():
+        if patching.LAYOUT in vars(part):
+            patching.hand(part, kwargs.get("dualkv"))
+
+
 def _take_layout(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -463,7 +470,11 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True, fas
         adapters.remember(decoder)
     for decoder in inner:
         recurrent.install(decoder)
-        for _, mixer in recurrent.mixers(decoder):
+        for name, mixer in recurrent.mixers(decoder):
+            if recurrent.is_within_attention(mixer):
+                patching.of(decoder.get_submodule(name.rpartition(".")[0])).before(_hand_on)
+                patching.of(mixer).replace(patching.LAYOUT, None)
+                patching.of(mixer).before(_take_layout)
             patching.of(mixer).before(recurrent.enter)
     for config in _configs(model):
         patching.name_attention(config, _register(config._attn_implementation, deterministic))

@@ -53,6 +53,7 @@ def by_config(config: Any) -> list[Visible]:
     config = config.get_text_config()
     window, chunk = (getattr(config, name, None) for name in FIELDS)
     kinds = {"sliding_attention": Visible(window=window), "chunked_attention": Visible(chunk=chunk)}
+    kinds["hybrid_sliding"] = kinds["sliding_attention"]
     other = Visible(window=window)  # of models that have one kind of layers only
     types = getattr(config, "layer_types", None)
     if config.model_type in WITH_WINDOWS_IN_FULL_LAYERS:

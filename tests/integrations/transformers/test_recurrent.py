@@ -85,6 +85,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "lfm3": {
         "layer_types": ["conv", "full_attention", "sliding_attention", "conv"], "head_dim": 8, "sliding_window": 9},
     "minimax": {**LOCAL_EXPERTS, "head_dim": 8, "layer_types": LAYERS, "block_size": 16},
+    "zaya": {"layer_types": ["hybrid", "hybrid_sliding", "hybrid"], "sliding_window": 9, "head_dim": 16,
+             "num_experts": 4, "moe_intermediate_size": 16},
 }  # fmt: skip
 
 FAMILIES = {name: fields for name, fields in FAMILIES.items() if name in tf.models.auto.CONFIG_MAPPING}

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -24,7 +24,7 @@ from torch import nn
 
 from dualkv.integrations import flash_linear_attention, patching
 from dualkv.integrations.recurrent import kernels
-from dualkv.integrations.recurrent.ops import padded, scan
+from dualkv.integrations.recurrent.ops import convolve, padded, scan
 from dualkv.integrations.recurrent.rules import (
     chunk_scan,
     convolution,
@@ -61,13 +61,16 @@ MIXERS: dict[str, tuple[str, ...]] = {
     "Lfm2MoeShortConv": (CONV,),
     "Lfm3ShortConv": (CONV,),
     "MiniMaxLightningAttention": (),
+    "ZayaCCAProjection": (),
 }
+# Those of them that an attention layer calls, without keyword arguments: projections that read a few rows back.
+WITHIN_ATTENTION = ("ZayaCCAProjection",)
 
 # Blocks of Nemotron-H that have no rows but their own: they stand where other models have attention.
 POINTWISE = ("NemotronHMLP", "NemotronHMoE")
 
 # Entries of `config.layer_types` for the layers above; the layers themselves are checked, not these names.
-LAYER_TYPES = ("linear_attention", "conv", "hybrid", "mlp", "moe", "mamba", "attention")
+LAYER_TYPES = ("linear_attention", "conv", "hybrid", "hybrid_sliding", "mlp", "moe", "mamba", "attention")
 
 # Arguments by which a layer continues a sequence or separates sequences, which a layout does itself.
 STATES = ("initial_state", "initial_states", "output_final_state", "return_final_states")
@@ -83,6 +86,11 @@ def mixers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def pointwise(model: nn.Module) -> list[str]:
     """The names of blocks that compute every row by itself and stand for a whole layer."""
     return [name for name, module in model.named_modules() if _named(type(module), POINTWISE) is not None]
+
+
+def is_within_attention(mixer: nn.Module) -> bool:
+    """Whether a recurrent layer is a part of an attention layer, which hands it no keyword arguments."""
+    return _named(type(mixer), WITHIN_ATTENTION) is not None
 
 
 def _named(cls: type[Any], names: Any) -> type[Any] | None:
@@ -108,7 +116,9 @@ def objections(decoder: nn.Module, attention: list[str]) -> Iterator[str]:
                 f"{name} ({cls.__name__}) has a forward of its own in place of its class's (kernels of the hub,"
                 " accelerate's hooks): it goes past the functions by which a layout reaches a recurrent layer"
             )
-        elif earlier.knows(cls):
+        elif cls.__name__ in WITHIN_ATTENTION and cast(Any, module).q_proj.bias is not None:
+            yield f"{name} ({cls.__name__}) has biases before its convolutions, which zeros before a sequence lack"
+        elif earlier.knows(cls) or cls.__name__ in WITHIN_ATTENTION:
             continue
         elif missing or not code.co_flags & inspect.CO_VARKEYWORDS:
             lacks = f"call {missing[0]}" if missing else "take keyword arguments"
@@ -167,7 +177,8 @@ def install_in(cls: type[Any]) -> None:
         if (own := vars(file).get(seam)) is not None and not patching.is_marked(own):
             patching.of(file).replace(seam, patching.marked(wrap(own)))
     if not replaced and not patching.is_marked(cls.forward):
-        patching.of(cls).replace("forward", patching.marked(_lightning(cls.forward)))
+        wrap = _projection if cls.__name__ in WITHIN_ATTENTION else _lightning
+        patching.of(cls).replace("forward", patching.marked(wrap(cls.forward)))
 
 
 def _install_earlier(cls: type[Any], names: dict[str, Any]) -> None:
@@ -359,6 +370,30 @@ def _lightning_blocks(rows: list[Tensor], state: Tensor | None, slope: Tensor, b
         results.append(out.transpose(1, 2))
     assert state is not None
     return torch.cat(results, 1), state
+
+
+# ---------------------------------------------------------------- Zaya
+def _projection(own: Callable[..., Any]) -> Callable[..., Any]:
+    """`ZayaCCAProjection.forward`: two convolutions of queries and keys, and values half of the row before."""
+
+    @wraps(own)
+    def forward(layer: Any, hidden_states: Tensor, *args: Any, dualkv: Any = None, **kwargs: Any) -> Any:
+        if dualkv is None:
+            return own(layer, hidden_states, *args, **kwargs)
+        return packed(layer, hidden_states, dualkv)
+
+    @torch.compiler.disable
+    def packed(layer: Any, hidden_states: Tensor, dualkv: Any) -> tuple[Tensor, ...]:
+        heads = [layer.num_attention_heads, *[layer.num_key_value_heads] * 2]
+
+        def project(x: Tensor) -> Tensor:
+            return torch.cat(own(layer, x.transpose(1, 2), None), 2).flatten(2).transpose(1, 2)
+
+        trees, back = _checked(dualkv, {}), max(layer.conv_kernel_size, 1)
+        found = trees.convolve(lambda windows, x: convolve(project, windows, x), hidden_states.transpose(1, 2), back)
+        return found.transpose(1, 2).contiguous().unflatten(2, (-1, layer.head_dim)).split(heads, 2)
+
+    return forward
 
 
 # ---------------------------------------------------------------- masks
