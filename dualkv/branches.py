@@ -262,8 +262,11 @@ def is_padded() -> bool:
 
 
 def _behind(own: torch.Tensor, rows: int) -> torch.Tensor:
-    """own [t, ...] behind so many rows of zeros."""
-    return torch.cat([own.new_zeros(rows, *own.shape[1:]), own])
+    """own [t, ...] behind so many rows of zeros, which are written once."""
+    found = own.new_empty(rows + len(own), *own.shape[1:])
+    found[:rows].zero_()
+    found[rows:] = own
+    return found
 
 
 class Again(NamedTuple):

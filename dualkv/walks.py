@@ -171,9 +171,9 @@ def _drawing_again(states: list[torch.Tensor], device: torch.device) -> Iterator
         yield
 
 
-def _parts(batch: PackedSequences, budget: Budget) -> Sequence[TreePart]:
+def _parts(batch: PackedSequences, budget: Budget, values_first: bool = False) -> Sequence[TreePart]:
     if not isinstance(budget, Sequence):
-        return plan_parts(batch, budget)
+        return plan_parts(batch, budget, values_first=values_first)
     if any(not isinstance(part, TreePart) or part.batch is not batch for part in budget):
         raise ValueError("budget is a list, expected the parts of this batch that plan_parts made")
     return budget
@@ -405,7 +405,7 @@ def walk_values(
         ValueError, TypeError: as :func:`walk`; values of another form, and a batch that counts no token; by the
             backward for a transformers model that was in training mode in one of the walks, and not in the other.
     """
-    parts = _parts(batch, budget)
+    parts = _parts(batch, budget, values_first=True)
     _check_functions(forward=(forward, "(input_ids, branch)"), values=(values, "(what forward returned, part)"))
     keeping, training, first = Keeping(gradients, on_host), torch.is_grad_enabled(), _State(False)
     if not batch._mask.any():

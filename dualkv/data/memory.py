@@ -13,12 +13,13 @@ import numpy as np
 
 from dualkv.data.gain import PAIRS_A_ROW
 
-FORWARD, BACKWARD = 1.0, 2.0  # of a row's projections and MLP
-# The rest was fitted by least squares to the 27 medians of docs/results/walk-*-h200.json (Qwen3-8B, 8 layers): 6.1 us a
-# row and forward, 10.6 us a trained token in the head. Apart from the shortest runs the fit is within 3 %.
-ATTENTION, ATTENTION_BACKWARD = 0.72, 1.8  # of as many FLOP; its backward computes five products for two
-PATH_ROW = 0.01  # rows: a pass copies keys and values of each row of its path, and as many rows without queries
-PASS, PASS_WITH_GRAPH = 256, 3300  # rows: a backward adds to the gradients of all weights, among others
+# Rows of projections and MLP, forward. Fitted to the medians of docs/results/walk-*-h200.json and of walks of 2,000 to
+# 14,000 rows a part (Qwen3-8B, 8 layers, transformers' eager layers; a row takes 6.3 us), which it meets within 6 %.
+BACKWARD = 2.0  # of a row
+ATTENTION, ATTENTION_BACKWARD = 0.6, 1.95  # of as many FLOP as a row's products; the backward computes five for two
+PATH_ROW = 0.005  # a forward copies keys and values of each row of its path, and as many rows without queries
+PASS, PASS_BACKWARD = 2900, 1300  # a backward adds to the gradients of all weights
+LEAST_PASS = 6000  # of a forward: the host launches as many kernels for few rows
 ROWS_AT_ONCE = 32768  # of all KV heads, for which the backward of attention behind a path makes room at a time
 
 
@@ -128,7 +129,10 @@ class Memory:
 
     def time(self, path: int, own: int, pairs: float, keeps_all: bool, is_trunk: bool = False) -> float:
         """Estimate the time of a part, forward and backward, in rows. A trunk runs forward once more."""
-        forwards = FORWARD * (1 + is_trunk + (not keeps_all))
-        of_pairs = (ATTENTION * forwards + ATTENTION_BACKWARD) * pairs / self.row.pairs
-        of_passes = (PATH_ROW * path + PASS) * is_trunk + PATH_ROW * path + PASS_WITH_GRAPH
-        return (forwards + BACKWARD) * own + of_pairs + of_passes
+        forwards = 1 + is_trunk + (not keeps_all)
+        of_backward = BACKWARD * own + ATTENTION_BACKWARD * pairs / self.row.pairs + 2 * PATH_ROW * path + PASS_BACKWARD
+        return forwards * self.forward_time(path, own, pairs) + of_backward
+
+    def forward_time(self, path: int, own: int, pairs: float) -> float:
+        """Estimate the time of one forward of a part."""
+        return max(own + ATTENTION * pairs / self.row.pairs + PATH_ROW * path + PASS, LEAST_PASS)

@@ -166,13 +166,14 @@ class TreePart:
         return values[torch.from_numpy(self._copies[1]).to(values.device)]
 
 
-def plan_parts(batch: PackedSequences, budget: int | Memory) -> list[TreePart]:
+def plan_parts(batch: PackedSequences, budget: int | Memory, *, values_first: bool = False) -> list[TreePart]:
     """The parts of a tree, or of several, in the order in which they run.
 
     Args:
         batch: of any depth.
         budget: own rows that a part may have; or a limit of memory, for which the number of rows is chosen that takes
             the least time, and for each part whether its layers keep all.
+        values_first: plan for :func:`dualkv.walk_values`, where several parts run forward once more.
 
     Raises:
         ValueError: a budget below 1, or memory that does not hold the smallest parts.
@@ -190,14 +191,7 @@ def plan_parts(batch: PackedSequences, budget: int | Memory) -> list[TreePart]:
     if not isinstance(budget, Memory):
         rows = positive("budget", budget)
         return _Plan(batch, lambda *_: rows).parts
-    found = fitting(batch, budget)
-    if found is None:
-        needed = _needed(batch, budget)
-        raise ValueError(
-            f"budget is {budget.bytes:,.0f} bytes, expected {needed:,.0f} at least: parts of {_least(batch)} rows take"
-            " so much with the keys and values of their paths"
-        )
-    return found.parts
+    return fitted(batch, budget, values_first).parts
 
 
 SMALLEST = 16  # rows of the smallest parts that a limit of memory may lead to,
@@ -227,8 +221,9 @@ class Fitting(NamedTuple):
         return max(len(part.rows) for part in self.parts)
 
 
-def fitting(batch: PackedSequences, memory: Memory) -> Fitting | None:
-    """Make the parts that take the least time within the memory; None if none fit.
+def fitting(batch: PackedSequences, memory: Memory, values_first: bool = False) -> Fitting | None:
+    """Make the parts that take the least time within the memory; None if none fit. For `values_first` see
+    :func:`plan_parts`.
 
     Each part has as many rows as the memory holds behind its path if its layers keep all, and where these would be too
     few, as many as it holds if they are recomputed. What is too few is tried: half of the tree's rows, a quarter and so
@@ -245,10 +240,21 @@ def fitting(batch: PackedSequences, memory: Memory) -> Fitting | None:
 
         parts = _Plan(batch, rows).parts
         sizes = tuple(len(part.rows) for part in parts)
-        if sizes not in tried and (made := costed(parts, memory)) is not None:
+        if sizes not in tried and (made := costed(parts, memory, None, values_first)) is not None:
             found.append(made)
         tried.add(sizes)
     return min(found, key=lambda one: one.time, default=None)
+
+
+def fitted(batch: PackedSequences, memory: Memory, values_first: bool = False) -> Fitting:
+    """:func:`fitting`; raises ValueError if none fit."""
+    found = fitting(batch, memory, values_first)
+    if found is None:
+        raise ValueError(
+            f"budget is {memory.bytes:,.0f} bytes, expected {_needed(batch, memory):,.0f} at least: parts of"
+            f" {_least(batch)} rows take so much with the keys and values of their paths"
+        )
+    return found
 
 
 def _least(batch: PackedSequences) -> int:
@@ -257,25 +263,32 @@ def _least(batch: PackedSequences) -> int:
     return min(segments.total, max(SMALLEST, -(-segments.longest_path // MOST_TRUNKS)))
 
 
-def costed(parts: list[TreePart], memory: Memory, keeps_all: bool | None = None) -> Fitting | None:
+def costed(
+    parts: list[TreePart], memory: Memory, keeps_all: bool | None = None, values_first: bool = False
+) -> Fitting | None:
     """Count what parts take; None if one does not fit.
 
     Args:
         parts: in the order of running.
         memory: the limit.
         keeps_all: whether layers keep all; None: chosen for each part.
+        values_first: see :func:`plan_parts`.
     """
     segments = parts[0].batch.layout._segments
     seen = segments.position + 1 + PAIRS_A_BORDER * segments.depth[segments.segment_of_row]
     chosen, most, time = list[TreePart](), 0.0, 0.0
     for part in parts:
         own, path = len(part.rows), part.path_rows
-        waiting, has_head = _waiting(parts, part), part.num_trained > 0
+        waiting, has_head = _waiting(parts, part), part.num_trained > 0 or not len(part.batch._trained)
         keeps = memory.keeps_all(waiting, path, own, has_head) if keeps_all is None else keeps_all
         if keeps is None:
             return None
         most = max(most, memory.of_pass(waiting, path, own, keeps, has_head))
-        time += memory.time(path, own, float(seen[part.rows].sum()), keeps, part.is_trunk)
+        pairs = float(seen[part.rows].sum())
+        time += memory.time(path, own, pairs, keeps, part.is_trunk)
+        is_first_trunk = part.is_trunk and all(above.is_trunk for above in parts[: part.index])
+        if values_first and len(parts) > 1 and not is_first_trunk:
+            time += memory.forward_time(path, own, pairs)
         chosen.append(replace(part, keeps_all=keeps))
     return Fitting(chosen, most, time)
 

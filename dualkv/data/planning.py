@@ -9,7 +9,7 @@ gain is small.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -19,7 +19,7 @@ import torch
 from dualkv.arrays import IntArray, Lengths, TokenIds
 from dualkv.data.gain import MIN_GAIN, PAIRS_A_BORDER, counts
 from dualkv.data.memory import Memory
-from dualkv.data.parts import Fitting, fitting
+from dualkv.data.parts import Fitting, TreePart, fitted, fitting
 from dualkv.data.trees import PackedSequences, read_shared
 from dualkv.layout import Layout
 from dualkv.prefixes import SharedPrefixes
@@ -174,18 +174,64 @@ def _choose(tree: SharedPrefixes, memory: Memory) -> _Choice:
     return _Choice("walked", rows, walk.time, walk=walk, reason=f"{says}, {ratio:.2f} times as fast as {other}")
 
 
+def arrange(
+    batch: PackedSequences, shared: Callable[[], SharedPrefixes], memory: Memory
+) -> tuple[list[TreePart], SharedPrefixes | None, str]:
+    """Choose how :func:`dualkv.walk_values` computes a micro-batch.
+
+    Args:
+        batch: of all sequences, as they share now.
+        shared: what they share; asked where the batch does not fit into one pass.
+        memory: the limit.
+
+    Returns:
+        (parts of the batch, None, why); or, where copies of what they share take less time, ([], what they share then,
+        why).
+
+    Raises:
+        ValueError: the smallest parts do not fit.
+    """
+    walk = fitting(batch, memory, values_first=True)
+    rows = batch.layout.num_tokens
+    if walk is not None and len(walk.parts) == 1:
+        return walk.parts, None, f"{rows:,} rows run in one pass"
+    whole = shared()
+    apart = replace(whole, common=np.zeros_like(whole.common))
+    others = [(_cut(x, memory, keeps_all, x is apart, True), x) for x in (apart, whole) for keeps_all in (True, False)]
+    found, of = min(((c, x) for c, x in others if c is not None), key=lambda one: one[0].time, default=(None, whole))
+    if found is None or (walk is not None and walk.time <= (1 - MIN_GAIN) * found.time):
+        walk = walk or fitted(batch, memory, values_first=True)
+        than = "" if found is None else f", {found.time / walk.time:.2f} times as fast as copies of what is shared"
+        return (
+            walk.parts,
+            None,
+            f"{rows:,} rows are walked in {len(walk.parts)} parts of up to {walk.rows:,} rows{than}",
+        )
+    if of is apart:
+        return [], apart, f"{len(whole)} sequences are left alone: sharing would save less than {MIN_GAIN:.0%}"
+    runs = whole.runs(memory.most_rows(0, 0, found.keeps_all, False))
+    run_of = np.repeat(np.arange(len(runs)), [len(run) for run in runs])
+    common = np.where(np.diff(run_of, prepend=0) > 0, 0, whole.common)
+    return [], replace(whole, common=common), f"{rows:,} rows are cut into {found.reason}"
+
+
 def _time(choice: _Choice) -> float:
     return choice.time
 
 
-def _cut(tree: SharedPrefixes, memory: Memory, keeps_all: bool, is_alone: bool) -> _Choice | None:
-    """Cut a tree into passes that fit; None if one of its sequences does not fit."""
+def _cut(
+    tree: SharedPrefixes, memory: Memory, keeps_all: bool, is_alone: bool, values_first: bool = False
+) -> _Choice | None:
+    """Cut a tree into passes that fit; None if one of its sequences does not fit. For `values_first` see
+    :func:`dualkv.data.parts.plan_parts`."""
     budget = memory.most_rows(0, 0, keeps_all, False)
     if int(tree.lengths.max()) > budget:
         return None
     runs = tree.runs(budget)
     taken = [_counts_of(tree.select(run)) for run in runs]
     time = sum(memory.time(0, rows, pairs, keeps_all) for rows, pairs in taken)
+    if values_first and len(runs) > 1:
+        time += sum(memory.forward_time(0, rows, pairs) for rows, pairs in taken)
     way: Way = "alone" if is_alone else "packed" if len(runs) == 1 else "cut"
     total = sum(rows for rows, _ in taken)
     reason = f"{len(runs)} micro-batches with {total:,} rows" if way == "cut" else ""

@@ -32,7 +32,7 @@ def ways(made: dualkv.MemoryPlan) -> list[str]:
 
 
 def test_each_way_where_it_takes_the_least_time(monkeypatch):
-    for name in ("PASS", "PASS_WITH_GRAPH"):  # as if all lengths were larger
+    for name in ("PASS", "PASS_BACKWARD", "LEAST_PASS"):  # as if all lengths were larger
         monkeypatch.setattr(memory, name, getattr(memory, name) / 128)
     long = group(1600, [100] * 8)
     made = plan(long, 1800)
@@ -141,29 +141,27 @@ def test_bytes_of_a_pass_are_those_recorded(prompt, own, keeps_all, has_head, pe
 
 
 @pytest.mark.parametrize(
-    ("shape", "bytes_", "head", "trunks", "leaves", "speed_up"),
-    [
-        ((24576, 16, 2048), 13.3e9, 0, 4, [4096] * 8, 2.1),
-        ((28672, 16, 2048), 13.3e9, 0, 5, [4096] * 8, 3.8),
-        ((65536, 8, 4096), 15.5e9, 0, 11, [4096] * 8, 1.0),
-        ((24576, 16, 2048), 13.3e9, HEAD, 6, [2048] * 16, 1.95),
-    ],
+    ("shape", "bytes_", "trunks", "speed_up"),
+    [((24576, 16, 2048), 13.3e9, 4, 2.05), ((28672, 16, 2048), 13.3e9, 5, 3.7), ((65536, 8, 4096), 15.5e9, 11, 0.95)],
 )
-def test_plans_of_large_groups(shape, bytes_, head, trunks, leaves, speed_up):
+def test_plans_of_large_groups(shape, bytes_, trunks, speed_up):
     """Parts are as large as memory holds behind their path, and all of them keep all; against micro-batches of 32,768
-    rows, or one pass of all."""
+    rows, or one pass of all. With the head, fewer and larger parts may be faster."""
     prompt, responses, length = shape
     batch = dualkv.pack_sequences(*_of_shape(prompt, responses, length))
-    limit = Memory(bytes_, LAYERS._replace(head=head, kv_heads=8))
+    limit = Memory(bytes_, LAYERS._replace(kv_heads=8))
     found = fitting(batch, limit)
-    assert 0.75 * bytes_ < found.bytes <= bytes_
+    assert 0.98 * bytes_ < found.bytes <= bytes_
     assert all(part.keeps_all for part in found.parts)
     assert sum(part.is_trunk for part in found.parts) == trunks
-    assert [len(part.rows) for part in found.parts if not part.is_trunk] == leaves
+    assert [len(part.rows) for part in found.parts if not part.is_trunk] == [4096] * 8
     count = max(1, (32768 - prompt) // length) if prompt < 32768 else responses
     cut = dualkv.pack_sequences(*_of_shape(prompt, count, length))
     one = costed(plan_parts(cut, cut.layout.num_tokens), Memory(2**62, LAYERS), False)
     assert found.time * speed_up < one.time * responses / count
+    with_head = fitting(batch, Memory(bytes_, LAYERS._replace(kv_heads=8, head=HEAD)))
+    assert found.time < with_head.time < 1.12 * found.time
+    assert with_head.bytes <= bytes_
 
 
 def _of_shape(prompt, responses, length):

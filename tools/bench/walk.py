@@ -212,7 +212,8 @@ def measure(sizes: Sizes, names: list[str], parts: list[str], also: list[str], d
                 continue
             limit = job.limit * (static + done) - static
             of_part = costs if part == "update" else costs._replace(head=0.0)
-            plans = dict.fromkeys(("walked", "values"), fitting(batch, Memory(int(limit), of_part)))
+            memory = Memory(int(limit), of_part)
+            plans = {"walked": fitting(batch, memory), "values": fitting(batch, memory, values_first=True)}
             plans |= {name: _of_rows(batch, name, of_part) for name in also}
             for name, plan in plans.items():
                 if plan is None:

@@ -31,11 +31,13 @@ from dualkv.integrations.transformers import support
 from dualkv.integrations.trl import probe
 from dualkv.integrations.trl.common import (
     Batch,
+    Walks,
     at_tokens,
     call,
     checked_walk,
     enable_all,
     enable_policy,
+    labels_of,
     pack_rollouts,
     refuse_memory,
     refuse_model,
@@ -64,11 +66,12 @@ class PackedAnswers(Base):
         *args: Any,
         fast: bool = False,
         memory: float | None = None,
-        walk: int | Memory | None = None,
+        walk: bool | int | Memory | None = None,
         **kwargs: Any,
     ) -> None:
         refuse_memory(fast, memory)
-        self._walk = checked_walk(walk)
+        walk = checked_walk(walk)
+        self._walks = None if walk is None else Walks(self, walk)
         bases = type(self).__mro__
         theirs = bases[bases.index(PackedAnswers) + 1]
         reads = "_is_vision_dataset _metrics accelerator" + " ref_model" * bool(self._replaced)
@@ -88,13 +91,13 @@ class PackedAnswers(Base):
                     "torch_compile is True, and batches are packed on the host within the model's call, which cannot be"
                     " compiled: leave it out, or use TRL's own trainer"
                 )
-            if self._walk is not None:
+            if self._walks is not None:
                 refuse_walk(self, fast=self._fast)
             probe.of_answers(self, pack_head)
             enable_all(self, self._fast, self._memory)
             for model in (self.model, getattr(self, "ref_model", None)):
                 if model is not None:
-                    pack_head(without_adapters(self.accelerator.unwrap_model(model)), self, self._walk)
+                    pack_head(without_adapters(self.accelerator.unwrap_model(model)), self, self._walks)
             self._packed = True
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
@@ -211,7 +214,7 @@ class RewardTrainer(trl.RewardTrainer):
         pack_score(without_adapters(self.model), self, fast, memory)
 
 
-def pack_head(model: Any, trainer: Any, walk: int | Memory | None = None) -> None:
+def pack_head(model: Any, trainer: Any, walks: Walks | None = None) -> None:
     """Lets a model with TRL's head compute shared prompts once: `model(..., labels=labels, fused_lm_head=True)`.
 
     Calls without `fused_lm_head` do not change.
@@ -219,15 +222,17 @@ def pack_head(model: Any, trainer: Any, walk: int | Memory | None = None) -> Non
     Args:
         model: an enabled model that `trl.trainer.utils.add_fused_lm_head` has changed, without wrappers.
         trainer: gets the metrics.
-        walk: the budget of batches that run in parts; None: each is one pass.
+        walks: for batches that run in parts; None: each is one pass.
     """
     fused = model.forward
+    if walks is not None and walks.head is None:  # the policy comes first
+        walks.head = fused
 
     @functools.wraps(getattr(fused, "__func__", fused))
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:
             return fused(*args, **kwargs)
-        return _packed_head(self, fused, trainer, walk, **kwargs)
+        return _packed_head(self, fused, trainer, walks, **kwargs)
 
     patching.of(model, "trainer").replace("forward", types.MethodType(forward, model))
 
@@ -236,7 +241,7 @@ def _packed_head(
     model: Any,
     fused: Callable[..., Any],
     trainer: Any,
-    walk: int | Memory | None,
+    walks: Walks | None,
     *,
     input_ids: torch.Tensor,
     labels: torch.Tensor,
@@ -275,12 +280,11 @@ def _packed_head(
     rows = rows_of_tokens(batch)
     NOTICE.look(batch.layout, "dualkv.integrations.trl.group_by_prompt")
     count_rows(trainer, batch, given)
-    counts = torch.zeros_like(batch.labels[0], dtype=torch.bool).index_fill(0, rows[labelled[is_response]], True)
-    wanted = batch.labels.masked_fill(~counts, IGNORED)
-    if walk is not None and is_response.any():
-        found, aux_loss = walk_head(fused, batch, walk, PER_TOKEN, is_response, wanted), None
+    counts = labelled[is_response]
+    if walks is not None and is_response.any():
+        found, aux_loss = walk_head(fused, batch, walks, PER_TOKEN, is_response, counts), None
     else:
-        outputs, aux_loss = call(fused, model, batch, output_router_logits, wanted)
+        outputs, aux_loss = call(fused, model, batch, output_router_logits, labels_of(batch, counts))
         each = {name: x for name in PER_TOKEN if (x := outputs.get(name)) is not None}
         found = {name: at_tokens(x, rows, is_response) for name, x in each.items()}
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -13,19 +15,22 @@ from transformers import AutoConfig
 
 from dualkv.arrays import check_gib, positive
 from dualkv.branches import Branch
-from dualkv.data.gain import MIN_SHARED, pays_over
+from dualkv.data.gain import MIN_SHARED, PAIRS_A_ROW, pays_over
 from dualkv.data.media import SequenceMedia
-from dualkv.data.memory import Memory
-from dualkv.data.packing import PackedBatch, pack_padded
-from dualkv.data.parts import TreePart
+from dualkv.data.memory import Memory, RowCosts
+from dualkv.data.packing import IGNORED, PackedBatch, pack_padded
+from dualkv.data.parts import TreePart, plan_parts
+from dualkv.data.planning import arrange
 from dualkv.data.trees import PackedSequences, pack_tree, tree_of
 from dualkv.integrations.patching import Changes
 from dualkv.integrations.transformers import adapters, enable, layers, recompute_layers, support
 from dualkv.integrations.transformers.experts import load_balancing_loss
 from dualkv.prefixes import PrefixTree, shared_prefixes
+from dualkv.row_costs import measure_rows
 from dualkv.walks import walk_values
 
 Batch = dict[str, Any]
+logger = logging.getLogger(__name__)
 
 
 def refuse_model(model: Any) -> None:
@@ -59,9 +64,133 @@ def refuse_memory(fast: bool, memory: float | None) -> None:
             raise ValueError(f"memory is {memory} GiB together with fast={fast}, expected fast=True")
 
 
-def checked_walk(walk: int | Memory | None) -> int | Memory | None:
-    """Return the argument `walk` of a trainer; raises TypeError or ValueError for what is no budget."""
+def checked_walk(walk: bool | int | Memory | None) -> bool | int | Memory | None:
+    """Return the argument `walk` of a trainer, None for False; raises TypeError or ValueError for what is no budget."""
+    if isinstance(walk, bool):
+        return walk or None
     return walk if walk is None or isinstance(walk, Memory) else positive("walk", walk)
+
+
+class Walks:
+    """The walks of a trainer's micro-batches.
+
+    Attributes:
+        budget: rows, or a limit of memory; True until it is measured, in the first micro-batch.
+        head: the policy with TRL's head; None: what the trainer calls.
+    """
+
+    SHARE = 0.9  # of the GPU's memory
+
+    def __init__(self, trainer: Any, budget: bool | int | Memory) -> None:
+        self.trainer, self.budget = trainer, budget
+        self.head: Callable[..., Any] | None = None
+        self._said: set[str] = set()
+
+    def arrange(self, batch: PackedSequences) -> tuple[PackedSequences, int | list[TreePart]]:
+        """Choose how a micro-batch runs: as it is packed in one pass or in parts, cut, or left alone. Says why where
+        that is another way than before.
+
+        Args:
+            batch: its rows have one label each.
+
+        Returns:
+            (a batch of the same sequences in the same order, a budget of rows or its parts).
+        """
+        if self.budget is True:
+            self.budget = Memory(self._bytes(), self._costs(batch))
+        if not isinstance(self.budget, Memory):
+            return batch, self.budget
+        ends = np.cumsum(batch._lens)[:-1]
+
+        def sequences() -> list[npt.NDArray[Any]]:
+            return np.split(batch.input_ids[0].cpu().numpy()[batch._rows], ends)
+
+        parts, shared, why = arrange(
+            batch, lambda: shared_prefixes(sequences()).at_least(MIN_SHARED).one_label_a_row(), self.budget
+        )
+        if (way := why.translate(_NO_DIGITS)) not in self._said:
+            self._said.add(way)
+            logger.warning("walk: %s (micro-batches in %.1f GiB)", why, self.budget.bytes / 2**30)
+        if shared is not None:
+            masks = np.split(batch._mask, ends)
+            batch = pack_tree(shared.tree(), sequences(), masks, "roll", batch.device)
+            parts = plan_parts(batch, self.budget, values_first=True)
+        return batch, parts
+
+    def _bytes(self) -> float:
+        """Return the bytes that are left beside weights, their gradients and two states of the optimizer.
+
+        Raises:
+            ValueError: not on a GPU.
+        """
+        device = self.trainer.accelerator.device
+        if device.type != "cuda":
+            raise ValueError(
+                f"walk is True on {device}, expected rows or a dualkv.Memory: only a GPU says what is free"
+            )
+        free, total = torch.cuda.mem_get_info(device)
+        others = total - free - torch.cuda.memory_reserved(device)
+        trained = [p for p in self.trainer.model.parameters() if p.requires_grad]
+        optimizer = self.trainer.optimizer
+        to_come = sum(p.nbytes for p in trained if p.grad is None)
+        if optimizer is None or not optimizer.state:
+            to_come += 2 * sum(p.nbytes for p in trained)
+        return float(self.SHARE * total - others - torch.cuda.memory_allocated(device) - to_come)
+
+    def _costs(self, batch: PackedSequences) -> RowCosts:
+        """Measure what a row and TRL's head take in training."""
+        model = without_adapters(self.trainer.accelerator.unwrap_model(self.trainer.model))
+        decoder, name, head = model.base_model, model.base_model_prefix, self.head or model
+
+        def forward(input_ids: torch.Tensor, branch: Branch) -> torch.Tensor:
+            hidden: torch.Tensor = decoder(input_ids=input_ids, dualkv=branch, use_cache=False).last_hidden_state
+            return hidden
+
+        def loss(hidden: torch.Tensor, part: TreePart) -> torch.Tensor:
+            setattr(model, name, _Done(hidden, decoder.get_input_embeddings()))
+            try:
+                made = head(input_ids=part.input_ids, shift_labels=part.input_ids, fused_lm_head=True)
+            finally:
+                setattr(model, name, decoder)
+            return torch.stack([made[x].sum() for x in ("log_probs", "entropy") if made.get(x) is not None]).sum()
+
+        modes = [(module, module.training) for module in model.modules()]
+        model.train()  # gradient checkpointing
+        try:
+            return measure_rows(forward, batch.input_ids, loss, pairs=_pairs_a_row(model))
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+
+_NO_DIGITS = {ord(digit): None for digit in "0123456789,."}
+
+
+class _Done(nn.Module):
+    """A decoder whose hidden states are known."""
+
+    def __init__(self, hidden: torch.Tensor, embedding: nn.Module) -> None:
+        super().__init__()
+        self.hidden, self.embed_tokens = hidden, embedding
+
+    def get_input_embeddings(self) -> nn.Module:  # transformers looks there before it returns the head
+        return self.embed_tokens
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> Any:
+        return SimpleNamespace(last_hidden_state=self.hidden)
+
+
+def _pairs_a_row(model: Any) -> float:
+    """Count the pairs of a query and a key that take as many FLOP as a row's products in a layer; experts as if all
+    ran."""
+    config, decoder = model.config.get_text_config(), model.base_model
+    layer = next((x[0] for x in decoder.children() if isinstance(x, nn.ModuleList) and len(x)), None)
+    heads = getattr(config, "num_attention_heads", None)
+    if layer is None or not heads:
+        return PAIRS_A_ROW
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    weights = sum(p.numel() for p in layer.parameters() if p.dim() > 1)
+    return max(1.0, weights / (2 * heads * head_dim))
 
 
 def refuse_walk(trainer: Any, **others: Any) -> None:
@@ -198,24 +327,26 @@ def call(
 def walk_head(
     model: Callable[..., Any],
     batch: PackedBatch | PackedSequences,
-    budget: int | Memory,
+    walks: Walks,
     names: Sequence[str],
     response_mask: torch.Tensor,
-    labels: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """Compute what TRL's head says of each token of the responses, by walks, forward and backward.
 
     Args:
-        model, batch, labels: as for :func:`call`.
-        budget: of :func:`dualkv.walk_values`.
+        model, batch: as for :func:`call`.
+        walks: of the trainer.
         names: of outputs [1, T] of the head; those that it does not make are left out.
         response_mask: [N, R] of the batch, with a token at least.
+        counts: [M] of the tokens of the responses; the head skips rows that predict none of them. None: all count.
 
     Returns:
         [N, R] by name, 0 where response_mask is not set.
     """
     tree = PackedSequences.from_batch(batch) if isinstance(batch, PackedBatch) else batch
-    wanted = tree.labels if labels is None else labels
+    tree, budget = walks.arrange(tree)
+    wanted = tree.labels if counts is None else labels_of(tree, counts)
     made: dict[str, torch.dtype] = {}
 
     def forward(input_ids: torch.Tensor, branch: Branch) -> Any:
@@ -232,3 +363,10 @@ def walk_head(
     places = torch.arange(len(found), device=found.device)
     columns = zip(made.items(), found.unbind(1), strict=True)
     return {name: at_tokens(x[None].to(dtype), places, response_mask) for (name, dtype), x in columns}
+
+
+def labels_of(batch: PackedBatch | PackedSequences, counts: torch.Tensor) -> torch.Tensor:
+    """Return the labels [1, T] of a batch, -100 in rows that predict no token of the responses [M] that counts."""
+    rows = rows_of_tokens(batch)
+    wanted = torch.zeros_like(batch.labels[0], dtype=torch.bool).index_fill(0, rows[counts], True)
+    return batch.labels.masked_fill(~wanted, IGNORED)

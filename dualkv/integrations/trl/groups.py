@@ -30,6 +30,7 @@ from dualkv.integrations.transformers import media, suspended
 from dualkv.integrations.trl import probe
 from dualkv.integrations.trl.common import (
     Batch,
+    Walks,
     at_tokens,
     call,
     checked_walk,
@@ -97,16 +98,19 @@ class PackedGroups(Base):
         memory: with `fast`, that limit in GiB, as for :func:`dualkv.integrations.transformers.recompute_layers`; by
             default 0.9 of the GPU's memory.
         canary: optimizer steps from one canary to the next, the first one in the first step; none by default.
-        walk: a budget of rows, or a :class:`dualkv.Memory`, for micro-batches that do not fit into memory in one pass:
-            the packed row runs in parts (:func:`dualkv.walk_values`), with whole groups and their losses. None: in one
-            pass. One process, models of text.
+        walk: for micro-batches that do not fit into memory in one pass: the packed row runs in parts
+            (:func:`dualkv.walk_values`), with whole groups and their losses. A budget of rows; a
+            :class:`dualkv.Memory`, in which the fastest way is taken: one pass, parts, or copies of what is shared,
+            and a log entry says which and why; or True: the GPU's memory is measured in the first micro-batch.
+            None: in one pass. One process, models of text.
 
     Raises:
         ValueError: by the constructor for a model that :func:`dualkv.integrations.transformers.enable` refuses, a
             vision-language model whose images do not run packed, PEFT adapters that `enable` refuses,
             `neftune_noise_alpha`, a `canary` below 1, a `memory` that is not positive, without `fast`, off a GPU or
             beside other ranks, or a `walk` below 1, with `fast`, `canary`, images, the load balancing loss or other
-            ranks; in training for inputs other than text and images, and images that do not fit their placeholders.
+            ranks; in training for `walk=True` off a GPU, inputs other than text and images, and images that do not fit
+            their placeholders.
         TypeError: a `walk` of another type.
     """
 
@@ -119,12 +123,13 @@ class PackedGroups(Base):
         fast: bool = False,
         memory: float | None = None,
         canary: int | None = None,
-        walk: int | Memory | None = None,
+        walk: bool | int | Memory | None = None,
         **kwargs: Any,
     ) -> None:
         refuse_memory(fast, memory)
         self._canary = None if canary is None else positive("canary", canary)
-        self._walk = checked_walk(walk)
+        walk = checked_walk(walk)
+        self._walks: Walks | None = None
         self._canary_step = -1  # the last step that had one
         bases = type(self).__mro__
         theirs = bases[bases.index(PackedGroups) + 1]
@@ -141,6 +146,7 @@ class PackedGroups(Base):
         if walk is not None:
             refuse_walk(self, fast=fast, canary=canary)
         enable_all(self, fast, memory)
+        self._walks = None if walk is None else Walks(self, walk)
         ids = (getattr(self.model.config, name, None) for name in ("image_token_id", "video_token_id"))
         # Gemma's marks make rows see each other, so those of the processor alone serve.
         ahead = any(how.ahead for how in media.families(self.model))
@@ -189,9 +195,9 @@ class PackedGroups(Base):
         batch = pack_rollouts(ids[:, :at], mask[:, :at], ids[:, at:], response_mask, found)
         rows = rows_of_tokens(batch)
         count_rows(self, batch, ids)
-        if self._walk is not None and response_mask.any():
+        if self._walks is not None and response_mask.any():
             with self.accelerator.autocast():
-                walked = walk_head(model, batch, self._walk, ("log_probs", "entropy"), response_mask)
+                walked = walk_head(model, batch, self._walks, ("log_probs", "entropy"), response_mask)
             return walked["log_probs"], walked.get("entropy"), None
         with self.accelerator.autocast():
             outputs, aux_loss = call(model, self.accelerator.unwrap_model(model), batch, with_aux_loss)
