@@ -14,7 +14,7 @@ from torch import nn
 import dualkv
 from dualkv.data.parts import plan_parts
 from dualkv.integrations.transformers import enable, recompute_layers
-from dualkv.walks import _kinds, _together
+from dualkv.walks import _empty, _kinds, _together
 from tests.integrations.tiny import make_model
 from tests.integrations.transformers.test_walks import group
 from tests.ranks import on_ranks
@@ -75,7 +75,27 @@ def on_a_rank(rank: int) -> None:
                 error = float((got - wanted.grad).abs().max() / wanted.grad.abs().max())
                 assert error < 1e-5, (name, tied, recomputed, parameter, error)
             print(f"rank {rank}: {name}, {kinds}", flush=True)
+        check_ddp(given, rank)
     dist.destroy_process_group()
+
+
+def check_ddp(given: Any, rank: int) -> None:
+    """DDP reduces nothing in the ranks' own walks, and all gradients in the backward of one more row without a loss."""
+    plain, policy = Policy(False, False), nn.parallel.DistributedDataParallel(Policy(False, True))
+    for rollouts in given:
+        if (batch := of(rollouts)) is not None:
+            plain(batch, batch.layout).backward()
+    with policy.no_sync():
+        for one in dualkv.walk_passes(mine, ROWS) if (mine := of(given[rank])) is not None else ():
+            with one:
+                loss = policy(one.part, one.branch, one)
+            one.backward(None if loss is None else 2 * loss)  # DDP takes the mean over ranks
+    one = _empty("G", "cpu")
+    with one:
+        loss = policy(one.part, one.branch, one)
+    one.backward(loss)
+    for parameter, wanted in zip(policy.parameters(), plain.parameters(), strict=True):
+        assert float((parameter.grad - wanted.grad).abs().max() / wanted.grad.abs().max()) < 1e-5
 
 
 def test_two_ranks_with_unequal_trees() -> None:
