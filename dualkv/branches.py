@@ -121,9 +121,9 @@ class Kept:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the tensors on the device, and of sums for all of them."""
+        """Bytes of the tensors on the device, and of the sums that there are."""
         kept = 0 if self._keeping.on_host else sum(x.nbytes for x in self._tensors)
-        return kept + sum(x.numel() * self._keeping.sum_dtype(x.dtype).itemsize for x in self._tensors)
+        return kept + sum(x.nbytes for x in self._sums if x is not None)
 
 
 def _compact(x: torch.Tensor, on_host: bool) -> torch.Tensor:
@@ -348,7 +348,8 @@ class Branch(PackedRows):
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that the branch keeps for the parts below, with the gradients that they will leave, and for itself."""
+        """Bytes that the branch keeps for the parts below, with the sums of their gradients that there are, and for
+        itself."""
         return sum(kept.bytes for kept in self._kept.values()) + sum(x.nbytes for x in self._noted.values())
 
     def begin(self, has_graph: bool) -> None:

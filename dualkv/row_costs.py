@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -12,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from dualkv.arrays import positive
 from dualkv.branches import Branch, Keeping
 from dualkv.data.gain import PAIRS_A_ROW
-from dualkv.data.memory import RowCosts
+from dualkv.data.memory import ROWS_AT_ONCE, RowCosts
 from dualkv.data.parts import plan_parts
 from dualkv.data.trees import pack_sequences
 from dualkv.walks import Forward, Loss
@@ -49,23 +51,7 @@ def measure_rows(
     rows, tokens, keeping = positive("rows", rows), input_ids.detach().reshape(-1), Keeping(gradients, on_host)
     tokens = tokens.repeat(-(-(2 * LONG + 1) * rows // len(tokens)))
 
-    def run(path: int, own: int, keeps_all: bool) -> _Bytes:
-        *above, last = plan_parts(pack_sequences([tokens[: path + own]]), own)
-        trunks: list[Branch] = []
-        for part in above:
-            trunks.append(Branch(part, trunks, keeping))
-            with torch.no_grad():
-                forward(part.input_ids, trunks[-1])
-            trunks[-1].reserve()
-        branch = Branch(last, trunks, keeping)
-        branch.keeps_all = keeps_all
-        branch.begin(has_graph=True)
-        with torch.enable_grad(), Peak(input_ids.device) as peak:
-            hidden = forward(last.input_ids, branch)
-            branch.end()
-            saved = peak.now()
-            branch.backward(hidden.sum(), inputs=[branch.anchor])
-        return _Bytes(peak.bytes, saved, sum(trunk.kept_bytes for trunk in trunks), branch.kv_heads)
+    run = partial(_run, forward, tokens, keeping)
 
     def of_head(own: int) -> float:
         """Bytes at the peak of the head of a part."""
@@ -83,7 +69,7 @@ def measure_rows(
             found = peak.bytes
         return found
 
-    with torch.random.fork_rng([input_ids.device] if input_ids.is_cuda else []):
+    with torch.enable_grad(), torch.random.fork_rng([input_ids.device] if input_ids.is_cuda else []):
         run(1, rows, True)  # what first calls allocate belongs to no row
         graph, saved, beside = list[float](), list[float](), list[float]()
         path = kept = 0.0
@@ -102,6 +88,58 @@ def measure_rows(
     heads, head = max(1, long.kv_heads), max(0.0, head - of_row * rows)
     at_end = saved[0] + of_row, saved[1] + of_row
     return RowCosts(kept, path, graph[0], graph[1], pairs, heads, head, (beside[0], beside[1]), at_end)
+
+
+def measure_sharded_rows(forward: Forward, input_ids: torch.Tensor, most: int) -> RowCosts:
+    """Measure the bytes of a row of a model whose weights are gathered for each layer, as FSDP does.
+
+    What gathered weights take does not depend on rows, and few rows would take less. So this looks only at what more
+    rows take, and recomputed ones are as many as a budget of rows. The head is not measured, and no row counts less
+    than a recomputed one. Under `torch.no_grad` passes have no graph.
+
+    Args:
+        forward, input_ids: as for :func:`measure_rows`.
+        most: recomputed rows that there is memory for.
+
+    Raises:
+        ValueError: fewer than 2 rows, and as :func:`dualkv.walk`.
+    """
+    many = positive("most // 2", most // 2)
+    few, below = min(256, many), max(1, min(many, ROWS_AT_ONCE // 2) // LONG)
+    tokens = input_ids.detach().reshape(-1)
+    tokens = tokens.repeat(-(-(2 * LONG + 1) * max(many, below) // len(tokens)))
+    run = partial(_run, forward, tokens, Keeping())
+    with torch.random.fork_rng([input_ids.device] if input_ids.is_cuda else []):
+        run(1, few, True)  # what first calls allocate belongs to no row
+        pairs = ((run(1, n, keeps_all), run(1, 2 * n, keeps_all), n) for n, keeps_all in ((few, True), (many, False)))
+        graph, recomputed = ((larger.peak - smaller.peak) / n for smaller, larger, n in pairs)
+        short, long = (run(n * LONG * below, below, False) for n in (1, 2))
+    path, kept = max(0.0, (long.peak - short.peak) / (LONG * below)), long.kept / (2 * LONG * below)
+    heads = max(1, long.kv_heads) if torch.is_grad_enabled() else 1
+    return RowCosts(kept, path, max(graph, recomputed), recomputed, kv_heads=heads)
+
+
+def _run(forward: Forward, tokens: torch.Tensor, keeping: Keeping, path: int, own: int, keeps_all: bool) -> _Bytes:
+    """Run a part of so many rows behind a path."""
+    training = torch.is_grad_enabled()
+    *above, last = plan_parts(pack_sequences([tokens[: path + own]], [np.zeros(path + own, bool)]), own)
+    trunks: list[Branch] = []
+    for part in above:
+        trunks.append(Branch(part, trunks, keeping))
+        with torch.no_grad():
+            forward(part.input_ids, trunks[-1])
+        if training:
+            trunks[-1].reserve()
+    branch = Branch(last, trunks, keeping)
+    branch.keeps_all = keeps_all
+    branch.begin(has_graph=training)
+    with Peak(tokens.device) as peak:
+        hidden = forward(last.input_ids, branch)
+        branch.end()
+        saved = peak.now()
+        if training:
+            branch.backward(hidden.sum(), inputs=[branch.anchor])
+    return _Bytes(peak.bytes, saved, sum(trunk.kept_bytes for trunk in trunks), branch.kv_heads)
 
 
 class _Bytes(NamedTuple):

@@ -47,12 +47,13 @@ class Pass:
     Attributes:
         branch: for `model(..., dualkv=branch)`.
         has_graph: whether it has one. Passes of trunks that come first have none.
+        is_last_graph: whether it has the last graph of all, on all ranks: behind its backward gradients are complete.
     """
 
-    def __init__(self, branch: Branch, has_graph: bool, state: _State) -> None:
+    def __init__(self, branch: Branch, has_graph: bool, state: State) -> None:
         self.branch, self.has_graph, self._state = branch, has_graph, state
         self._running = ExitStack()
-        self.done = False
+        self.is_last_graph = self.done = False
 
     @property
     def part(self) -> TreePart:
@@ -126,7 +127,7 @@ class Pass:
         self.done = True
 
 
-class _State:
+class State:
     """The common state of the passes of a walk.
 
     Attributes:
@@ -142,9 +143,9 @@ class _State:
         self.modes: dict[Any, bool] = {}
         self._random: dict[int, list[torch.Tensor]] = {}
 
-    def then(self) -> _State:
+    def then(self) -> State:
         """Return the state of the walk with graphs that follows one without."""
-        found = _State(True)
+        found = State(True)
         found.again, found.trunks, found.modes, found._random = True, self.trunks, self.modes, self._random
         return found
 
@@ -214,7 +215,6 @@ def walk_passes(
         ValueError: the pass before was not run, no batch without a group, another rank that raises; and as
             :func:`walk`.
     """
-    training = torch.is_grad_enabled()
     if batch is None and group is None:
         raise ValueError("batch is None, expected a batch, or a group of ranks that have some")
     parts: Sequence[TreePart] = []
@@ -225,34 +225,54 @@ def walk_passes(
         if group is None:
             raise
         refusal = error
-    own = _own_passes(parts, keeping or Keeping(), _State(training))
-    if group is None:
-        yield from own
-        return
-    mine = _kinds(parts, training)
-    every: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, None if refusal else mine, group)
-    if refusal is not None:
-        raise refusal
-    agreed = [kinds for kinds in every if kinds is not None]
-    if len(agreed) < len(every):
-        raise ValueError(
-            f"{len(every) - len(agreed)} of the {len(every)} ranks of group refused their batch or budget, expected"
-            " passes on all of them: the errors are theirs"
-        )
-    for kind in _together(agreed):
-        if mine[:1] == kind:
-            mine = mine[1:]
-            yield next(own)
-        else:
-            yield from _checked(_empty(kind, device))
+    yield from part_passes(parts, State(torch.is_grad_enabled()), keeping, group, device, refusal)
+
+
+def part_passes(
+    parts: Sequence[TreePart],
+    state: State,
+    keeping: Keeping | None,
+    group: dist.ProcessGroup | None,
+    device: torch.device | str,
+    refusal: ValueError | TypeError | None = None,
+) -> Iterator[Pass]:
+    """:func:`walk_passes` of parts, which may be those of several batches one after another, numbered through.
+
+    Args:
+        parts, keeping, group, device: as there.
+        state: with or without graphs; that of :meth:`State.then` draws the random numbers of the walk before.
+        refusal: an error of this rank in place of parts.
+    """
+    own = _own_passes(parts, keeping or Keeping(), state)
+    kinds = mine = _kinds(parts, state.training)
+    if group is not None:
+        every: list[str | None] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(every, None if refusal else mine, group)
+        if refusal is not None:
+            raise refusal
+        agreed = [kinds for kinds in every if kinds is not None]
+        if len(agreed) < len(every):
+            raise ValueError(
+                f"{len(every) - len(agreed)} of the {len(every)} ranks of group refused their batch or budget, expected"
+                " passes on all of them: the errors are theirs"
+            )
+        kinds = "".join(_together(agreed))
+    for index, kind in enumerate(kinds):
+        is_own = mine[:1] == kind
+        one = next(own) if is_own else _empty(kind, device)
+        one.is_last_graph = index == kinds.rfind("G")
+        mine = mine[is_own:]
+        yield from ([one] if is_own else _checked(one))
     next(own, None)  # checks that the last one was run
 
 
-def _own_passes(parts: Sequence[TreePart], keeping: Keeping, state: _State) -> Iterator[Pass]:
+def _own_passes(
+    parts: Sequence[TreePart], keeping: Keeping, state: State, leaves_trunks: bool = False
+) -> Iterator[Pass]:
+    """leaves_trunks: without graphs, leave the first trunks in the state for the walk with graphs that follows."""
     trunks: dict[int, Branch] = {}
-    # The trunks that wait in a walk with graphs before any pass has one; such a walk may follow one without.
-    first = {part.index for part, _ in takewhile(lambda one: not one[1], _order(parts, True))}
+    # The trunks that wait in a walk with graphs before any pass has one.
+    first = {part.index for part, _ in takewhile(lambda one: leaves_trunks and not one[1], _order(parts, True))}
     for part, has_graph in _order(parts, state.training):
         if part.index in trunks:
             yield from _checked(Pass(trunks.pop(part.index), True, state))
@@ -305,7 +325,7 @@ def _empty(kind: str, device: torch.device | str) -> Pass:
     layout = Layout.from_segments([0, 1], [-1], device)
     ids = torch.zeros(1, 1, dtype=torch.int64, device=layout.device)
     (part,) = plan_parts(PackedSequences(ids, layout, row, row + 1, row > 0), 1)
-    return Pass(Branch(part), kind == "G", _State(kind == "G"))
+    return Pass(Branch(part), kind == "G", State(kind == "G"))
 
 
 def _checked(one: Pass) -> Iterator[Pass]:
@@ -407,7 +427,7 @@ def walk_values(
     """
     parts = _parts(batch, budget, values_first=True)
     _check_functions(forward=(forward, "(input_ids, branch)"), values=(values, "(what forward returned, part)"))
-    keeping, training, first = Keeping(gradients, on_host), torch.is_grad_enabled(), _State(False)
+    keeping, training, first = Keeping(gradients, on_host), torch.is_grad_enabled(), State(False)
     if not batch._mask.any():
         raise ValueError("batch counts no token of any sequence, expected at least one: there are no values")
 
@@ -428,7 +448,7 @@ def walk_values(
     def compute() -> torch.Tensor:
         """Run the walk without a graph."""
         places, found = list[torch.Tensor](), list[torch.Tensor]()
-        for one in _own_passes(parts, keeping, first):
+        for one in _own_passes(parts, keeping, first, leaves_trunks=True):
             with one:
                 if one.has_loss:
                     found.append(checked(one))

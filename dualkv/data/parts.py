@@ -221,16 +221,17 @@ class Fitting(NamedTuple):
         return max(len(part.rows) for part in self.parts)
 
 
-def fitting(batch: PackedSequences, memory: Memory, values_first: bool = False) -> Fitting | None:
-    """Make the parts that take the least time within the memory; None if none fit. For `values_first` see
-    :func:`plan_parts`.
+def fitting(batch: PackedSequences, memory: Memory, values_first: bool = False, least: int = 1) -> Fitting | None:
+    """Make the parts that take the least time within the memory; None if none fit that may have `least` rows. For
+    `values_first` see :func:`plan_parts`.
 
     Each part has as many rows as the memory holds behind its path if its layers keep all, and where these would be too
     few, as many as it holds if they are recomputed. What is too few is tried: half of the tree's rows, a quarter and so
     on.
     """
     found: list[Fitting] = []
-    least, total = _least(batch), batch.layout.num_tokens
+    total = batch.layout.num_tokens
+    least = max(_least(batch), min(least, total))
     tried: set[tuple[int, ...]] = set()
     for too_few in [total + 1, *dict.fromkeys(max(least, total >> i) for i in range(1, HALVINGS))]:
 

@@ -110,6 +110,7 @@ class Settings(Common):
     keep: str
     hold_gradients: bool
     offload: bool
+    walk: bool = False
 
 
 Kind = TypeVar("Kind", bound=Common)
@@ -236,7 +237,12 @@ def make_worker(s: Settings, folder: Path) -> Any:
         override_config={"attn_implementation": attention},
         use_liger=s.liger,
         use_fused_kernels=s.head != "unfused",
-        fused_kernel_options={"impl_backend": s.head, "dualkv_keep": s.keep, "dualkv_trees": s.trace is not None},
+        fused_kernel_options={
+            "impl_backend": s.head,
+            "dualkv_keep": s.keep,
+            "dualkv_trees": s.trace is not None,
+            "dualkv_walk": s.walk,
+        },
     )
     worker = TrainingWorker(
         TrainingWorkerConfig(
@@ -578,6 +584,7 @@ def main(
         typer.Option(help="Whole, until an update's last micro-batch; or reduced after each, as veRL's trainer does."),
     ] = True,
     offload: Annotated[bool, typer.Option(help="Parameters and optimizer wait on the host.")] = False,
+    walk: Annotated[bool, typer.Option(help="Groups larger than --max-tokens; update once with --untimed 1.")] = False,
     dtype: Annotated[str, typer.Option(help="Of the computation: bf16 or fp32.")] = "bf16",
     updates: verl_options.Updates = 3,
     untimed: verl_options.Untimed = 0,

@@ -21,7 +21,7 @@ from verl.workers.config import ActorConfig, CriticConfig
 from dualkv.integrations import losses
 from dualkv.integrations.transformers.masks import by_config
 from dualkv.integrations.verl import data as verl_data
-from dualkv.integrations.verl import work
+from dualkv.integrations.verl import walked, work
 from dualkv.integrations.verl.data import PackedRollouts, Rollouts
 from dualkv.integrations.verl.microbatches import plan_on_all_ranks
 
@@ -79,27 +79,39 @@ class PacksBatches:
         self._counter = FlopsCounter(work.of_full_attention(model_config.hf_config))
         self._layers = by_config(model_config.hf_config)
         self._min_shared = _min_shared((model_config.fused_kernel_options or {}).get(TREES, False))
+        self._walks = walked.asked(model_config.fused_kernel_options)
 
     # ------------------------------------------------------------------ micro-batches
     def _plan(
-        self, data: TensorDict, images: verl_data.Images | str, error: str = ""
+        self,
+        data: TensorDict,
+        images: verl_data.Images | str,
+        error: str = "",
+        walk: Callable[[Rollouts | None, int], walked.Planned | None] | None = None,
     ) -> tuple[Rollouts, list[list[int]]] | None:
         """Plan a batch for all data-parallel ranks at once: its rollouts, and the rollouts of each micro-batch.
 
         None, and a warning, for a batch that veRL has to run itself. Otherwise the batch gets the settings by which
         veRL's losses divide. A ValueError of one rank (`error`, or a rollout that is too long) is raised on all.
+
+        walk: all ranks call it with their rollouts and the budget of tokens, for a plan in which some run in parts.
         """
         reason = verl_data.not_packable(data, images)
         rollouts = None if reason else verl_data.read(data, self._min_shared, images)
         dynamic = tu.get_non_tensor_data(data, "use_dynamic_bsz", True)
-        parts = plan_on_all_ranks(
-            rollouts,
-            max_tokens=data["max_token_len_per_gpu"] * self.row_ranks if dynamic else None,
-            max_rollouts=0 if dynamic else data["micro_batch_size_per_gpu"],
-            group=self.get_data_parallel_group(),  # type: ignore[attr-defined]
-            device=get_device_id(),
-            error=error,
-        )
+        max_tokens = data["max_token_len_per_gpu"] * self.row_ranks if dynamic else None
+        self._planned = walk(rollouts, max_tokens) if walk is not None and max_tokens is not None else None
+        if self._planned is not None:
+            parts: list[list[int]] | None = [one.sequences for one in self._planned.batches]
+        else:
+            parts = plan_on_all_ranks(
+                rollouts,
+                max_tokens=max_tokens,
+                max_rollouts=0 if dynamic else data["micro_batch_size_per_gpu"],
+                group=self.get_data_parallel_group(),  # type: ignore[attr-defined]
+                device=get_device_id(),
+                error=error,
+            )
         if parts is None or rollouts is None:
             why = reason or "another data-parallel rank cannot pack its own"
             warnings.warn(f"dualkv: a batch runs with its prompts replicated, because {why}", stacklevel=3)

@@ -260,6 +260,7 @@ class PackedRollouts:
         packed_rows: [rows] int64: for each row of the replicated sequences, the packed row.
         position_ids: [rows, T] int64 of models that see images, of text first; None where veRL sends one row.
         media: inputs of the model for the images of all segments, each once.
+        labels: [T] int64: the token that each row predicts, where that is not the next row's, as in a part of a walk.
     """
 
     input_ids: torch.Tensor
@@ -271,6 +272,7 @@ class PackedRollouts:
     packed_rows: torch.Tensor
     position_ids: torch.Tensor | None
     media: dict[str, torch.Tensor]
+    labels: torch.Tensor | None = None
 
     def to_sequences(self, values: torch.Tensor, sequences: Any) -> torch.Tensor:
         """Values [U, ...] of `head_rows` at the rows of the nested `sequences` of the micro-batch.
@@ -278,10 +280,13 @@ class PackedRollouts:
         Rollouts that share a row all get its value. Rows that predict no response token are NaN, so that a loss which
         reads them shows it: veRL's own losses take the rows of responses.
         """
-        to, value = (x.to(values.device) for x in (self.sequence_rows, self.value))
-        of_tokens = values[value]
+        return self.tokens_to_sequences(values[self.value.to(values.device)], sequences)
+
+    def tokens_to_sequences(self, values: torch.Tensor, sequences: Any) -> torch.Tensor:
+        """:meth:`to_sequences` of values [M, ...], one for each response token."""
         total = int(sequences.values().shape[0])
-        whole = of_tokens.new_full((total, *of_tokens.shape[1:]), torch.nan).index_copy(0, to, of_tokens)
+        whole = values.new_full((total, *values.shape[1:]), torch.nan)
+        whole = whole.index_copy(0, self.sequence_rows.to(values.device), values)
         return torch.nested.nested_tensor_from_jagged(whole, sequences.offsets())
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -32,18 +32,22 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
     Qwen3_5MoeTextModel,
 )
 from verl.utils import tensordict_utils as tu
+from verl.utils.metric import Metric
 from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import postprocess_batch_func
 
-from dualkv.canary import Compared
+from dualkv.branches import Branch
+from dualkv.canary import Compared, picked
+from dualkv.data.memory import RowCosts
 from dualkv.integrations import patching, transformers
 from dualkv.integrations.transformers import adapters, fused, heads, layers, media, recurrent, support
 from dualkv.integrations.transformers.media import Placed
-from dualkv.integrations.verl import canary
+from dualkv.integrations.verl import canary, walked
 from dualkv.integrations.verl import data as verl_data
 from dualkv.integrations.verl.batches import MODEL_TYPE, HeadRows, PacksBatches, packed_parts, temperatures
-from dualkv.integrations.verl.data import PackedRollouts
+from dualkv.integrations.verl.data import PackedRollouts, Rollouts
+from dualkv.integrations.verl.walked import WalksBatches
 from dualkv.layout import Layout
 from dualkv.packed_rows import PackedRows
 from dualkv.sequence_parallel import Shard, padded
@@ -73,17 +77,19 @@ SETTINGS = ("pad_mode", "use_fused_kernels", "calculate_entropy", "calculate_sum
 class Running:
     """The packed micro-batch that the model runs now; the decoder's hooks read it.
 
+    branch: of a part of a walk.
     unsplit: splits the rows that come out of a vision tower, where each rank has all.
     """
 
     packed: PackedRollouts
+    branch: Branch | None = None
     layout: Layout | PackedRows | None = None
     head: HeadRows | None = None
     unsplit: Shard | None = None
 
 
 @EngineRegistry.register(model_type=MODEL_TYPE, backend=FSDP, device="cuda")
-class DualKVEngine(PacksBatches, FSDPEngineWithLMHead):
+class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
     """veRL's FSDP and FSDP2 engine for language models, with the rollouts of equal prompts packed, or all as trees.
 
     A batch that cannot be packed (see :func:`dualkv.integrations.verl.data.not_packable`) runs as in veRL, and a
@@ -98,12 +104,15 @@ class DualKVEngine(PacksBatches, FSDPEngineWithLMHead):
         self._running: Running | None = None
         self._canary_steps, self._updates = canary.steps(model_config.fused_kernel_options), 0
         self._compared: Compared | None = None
+        self._row_costs: dict[bool, RowCosts] = {}  # by whether passes are without gradients
         self._read_options(model_config)
         self._checked = _checked(self._of_decoder(model_config.hf_config))
         _refuse_fused_head(model_config)
         super().__init__(model_config, *args, **kwargs)
         self.row_ranks = self.model_ranks = self.engine_config.ulysses_sequence_parallel_size
         _refuse_ulysses(model_config, self.row_ranks)
+        if self._walks:
+            walked.refuse(model_config, self.engine_config, _takes_images(self._of_decoder(model_config.hf_config)))
 
     @staticmethod
     def _of_decoder(config: Any) -> Any:
@@ -195,7 +204,8 @@ class DualKVEngine(PacksBatches, FSDPEngineWithLMHead):
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> Any:
         restore_attention()  # another engine may have been built since
-        planned = self._plan(data, self._images())
+        walk = functools.partial(self._plan_walk, data, forward_only) if self._walks else None
+        planned = self._plan(data, self._images(), walk=walk)
         if planned is None:
             self._refuse_replicated()
             return super().forward_backward_batch(data, loss_function, forward_only)
@@ -204,22 +214,54 @@ class DualKVEngine(PacksBatches, FSDPEngineWithLMHead):
         with_canary = not forward_only and self._canary_steps is not None and self._updates % self._canary_steps == 0
         self._updates += not forward_only
         self._compared = None
-        outputs: list[Any] = []
-        for micro_batch, packed in packed_parts(data, rollouts, parts):
+        run = self._run_each if self._planned is None else self._walk
+        done: list[tuple[list[int], dict[str, Any]]] = []
+        first: dict[str, Any] = {}
+        for of_rollouts, output in run(data, rollouts, parts, loss_function, forward_only):
+            first = first or output.get("model_output", {})
+            if not keep_values:
+                output.pop("model_output", None)
+            done.append((of_rollouts, output))
+        if with_canary and "log_probs" in first:  # by the same weights: no step has been made
+            self._compare(data, rollouts, done[0][0], first["log_probs"])
+        # The values are in the order of `done`, as with veRL's dynamic batch size; veRL restores the batch's order.
+        order = tu.get_tensordict({}, {"use_dynamic_bsz": True})
+        indices, outputs = zip(*done, strict=True)
+        result = postprocess_batch_func(output_lst=list(outputs), indices=list(indices), data=order)
+        if (
+            self._planned is not None
+        ):  # veRL averages over ranks, which must have as many values; parts of a walk are not as many
+            of_parts = {name: x for name, x in result["metrics"].items() if isinstance(x, Metric)}
+            result["metrics"] |= {name: Metric(x.aggregation, x.aggregate()) for name, x in of_parts.items()}
+        return result
+
+    def _run_each(
+        self,
+        data: TensorDict,
+        rollouts: Rollouts,
+        parts: list[list[int]],
+        loss_function: Callable[..., Any] | None,
+        forward_only: bool,
+    ) -> Iterator[tuple[list[int], dict[str, Any]]]:
+        """Run micro-batches in one pass each; their rollouts, and veRL's outputs."""
+        for number, (micro_batch, packed) in enumerate(packed_parts(data, rollouts, parts)):
             self._running = Running(packed)
             try:
-                with torch.profiler.record_function(f"micro_batch{len(outputs)}"):  # veRL's name of it in a trace
-                    outputs.append(self._run(micro_batch, loss_function, forward_only, len(outputs) == len(parts) - 1))
+                with torch.profiler.record_function(f"micro_batch{number}"):  # veRL's name of it in a trace
+                    output = self._run(micro_batch, loss_function, forward_only, number == len(parts) - 1)
             finally:
                 self._running = None
-            if with_canary and len(outputs) == 1 and "log_probs" in outputs[0].get("model_output", {}):
-                of_packed, log_probs = rollouts.select(np.array(parts[0])), outputs[0]["model_output"]["log_probs"]
-                self._compared = canary.compared(self, micro_batch, of_packed, log_probs, self._updates)
-            if not keep_values:
-                outputs[-1].pop("model_output", None)
-        # The values are in the order of `parts`, as with veRL's dynamic batch size; veRL restores the batch's order.
-        order = tu.get_tensordict({}, {"use_dynamic_bsz": True})
-        return postprocess_batch_func(output_lst=outputs, indices=parts, data=order)
+            yield parts[number], output
+
+    def _compare(self, data: TensorDict, rollouts: Rollouts, some: list[int], log_probs: torch.Tensor) -> None:
+        """Run the canary on some rollouts: a micro-batch's, or two of a walk, which run packed without a graph."""
+        if self._planned is not None:
+            lens = rollouts.response_lens[some].tolist()
+            few = sorted({*picked(lens, canary.ROLLOUTS, self._updates)})
+            some, found = [some[i] for i in few], [log_probs.unbind()[i] for i in few]
+            log_probs = torch.nested.as_nested_tensor(found, layout=torch.jagged)
+        micro_batch, of_packed = tu.index_select_tensor_dict(data, some), rollouts.select(np.array(some))
+        self._compared = canary.compared(self, micro_batch, of_packed, log_probs, self._updates)
 
     def _refuse_replicated(self) -> None:
         """Raises ValueError for replicated rows that recurrent layers would mix, without an error of veRL's."""
@@ -244,6 +286,19 @@ class DualKVEngine(PacksBatches, FSDPEngineWithLMHead):
             (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         return output
 
+    def _forward_part(
+        self, branch: Branch, packed: PackedRollouts, micro_batch: TensorDict, loss_function: Callable[..., Any] | None
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """veRL's loss and output of a part of a walk."""
+        self._running = Running(packed, branch)
+        try:
+            found: tuple[torch.Tensor, dict[str, Any]] = self.forward_step(
+                micro_batch, loss_function=loss_function, forward_only=not torch.is_grad_enabled()
+            )
+        finally:
+            self._running = None
+        return found
+
     def forward_of(self, micro_batch: TensorDict, packed: PackedRollouts | None) -> dict[str, Any]:
         """The output of a forward: of packed rollouts, or as veRL computes them."""
         self._running = None if packed is None else Running(packed)
@@ -253,7 +308,8 @@ class DualKVEngine(PacksBatches, FSDPEngineWithLMHead):
             self._running = None
 
     def _more_metrics(self) -> dict[str, float]:
-        return {} if self._compared is None else {"packed_vs_separate": self._compared.difference}
+        found = {"walked_parts": float(self._walked_parts if self._planned is not None else 0)} if self._walks else {}
+        return found if self._compared is None else found | {"packed_vs_separate": self._compared.difference}
 
     # ------------------------------------------------------------------ a micro-batch
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -265,8 +321,9 @@ class DualKVEngine(PacksBatches, FSDPEngineWithLMHead):
         of_rows = packed.layout.to(device)
         rows = _as_sequences(micro_batch, packed.input_ids.to(device), of_rows.offsets.to(device, torch.int64))
         of_images = None if packed.position_ids is None else packed.position_ids.to(device)
+        of_text = of_rows.position_ids if running.branch is None else running.branch.position_ids
         rows["position_ids"] = torch.nested.nested_tensor_from_jagged(
-            of_rows.position_ids if of_images is None else of_images,
+            of_text if of_images is None else of_images,
             rows["input_ids"].offsets(),
             jagged_dim=1 if of_images is None else 2,
         )
@@ -277,9 +334,12 @@ class DualKVEngine(PacksBatches, FSDPEngineWithLMHead):
         bucket = self._get_packed_pad_size(of_rows.num_tokens)
         layout = padded(padded(of_rows, bucket), outputs["pad_size"] - bucket)
         shard = Shard(layout, self.ulysses_parallel_group if self.use_ulysses_sp else None)
-        running.layout = shard if self.use_ulysses_sp else layout
+        of_batch = shard if self.use_ulysses_sp else layout
+        running.layout = running.branch or of_batch
+        if packed.labels is not None:
+            outputs["input_ids_rmpad_rolled"] = packed.labels.to(device)
         if of_images is not None:
-            running.layout = Placed(running.layout, shard.split(inputs["position_ids"][1:], 2))
+            running.layout = Placed(of_batch, shard.split(inputs["position_ids"][1:], 2))
         inputs.update({name: value.to(device) for name, value in packed.media.items()})
         if self._splits_itself and inputs["input_ids"].shape[1] > shard.num_tokens:
             running.unsplit = shard
@@ -408,6 +468,13 @@ def _refuse_fused_head(model_config: Any) -> None:
     except Exception:
         return  # as in `_checked`: the code may come with the weights
     _refuse_beside(model)
+
+
+def _takes_images(config: Any) -> bool:
+    try:
+        return bool(media.families(support.without_weights(config)))
+    except Exception:
+        return False  # as in `_checked`; batches with images are refused where a part of a walk runs
 
 
 def _refuse_beside(model: nn.Module) -> None:

@@ -39,7 +39,7 @@ from verl.workers.engine.utils import postprocess_batch_func
 from dualkv.data.trees import PackedSequences
 from dualkv.integrations import megatron, patching
 from dualkv.integrations.megatron.configs import counted, refuse
-from dualkv.integrations.verl import canary, routes
+from dualkv.integrations.verl import canary, routes, walked
 from dualkv.integrations.verl.batches import MODEL_TYPE, HeadRows, PacksBatches, packed_parts, temperatures
 from dualkv.integrations.verl.data import PackedRollouts, Rollouts
 from dualkv.sequence_parallel import Shard, padded
@@ -391,6 +391,8 @@ def _refuse(model_config: Any, engine_config: Any) -> None:
             "fused_kernel_options.dualkv_fast is True, strategy megatron has fused kernels of its own: set"
             " actor.megatron.override_transformer_config"
         )
+    if walked.asked(options):
+        raise ValueError(f"fused_kernel_options.{walked.WALK} is True, expected false on strategy megatron: use fsdp2")
     if canary.steps(options) is not None:
         raise ValueError(f"fused_kernel_options.{canary.CANARY} is set, strategy megatron has no canary: unset it")
     keep = options.get("dualkv_keep", "nothing")

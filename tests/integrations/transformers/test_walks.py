@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import dualkv
 from dualkv.data.parts import fitting, plan_parts
 from dualkv.integrations.transformers import enable, recompute_layers
-from dualkv.row_costs import Peak
+from dualkv.row_costs import Peak, measure_sharded_rows
 from tests.integrations.tiny import assert_close, gradients, make_model
 from tests.integrations.transformers import test_recurrent
 from tests.integrations.transformers.test_branches import packed, walked, weights_of, whole
@@ -55,6 +56,26 @@ def test_costs_are_those_of_the_model(costs):
         assert inputs <= again < most, "less than at the peak: in attention, and at the end of the forward"
         assert again < all_ < costs.graph
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_costs_beside_sharded_weights_are_differences(costs):
+    """A constant beside all rows changes nothing, and a forward alone keeps no sums."""
+    model = enable(make_model(num_hidden_layers=6)).train()
+    recompute_layers(model)
+    run = forward_of(model)
+
+    def forward(ids, branch):
+        torch.empty(1000 * 48)  # weights that are gathered, in 192 kB
+        return run(ids, branch)
+
+    found = measure_sharded_rows(forward, torch.arange(3, 60), 400)
+    assert (found.kept, found.kv_heads) == (costs.kept, costs.kv_heads)
+    assert found.recomputed == pytest.approx(costs.recomputed, rel=0.05)
+    assert found.path == pytest.approx(costs.path, rel=0.3)
+    with torch.no_grad():
+        alone = measure_sharded_rows(forward, torch.arange(3, 60), 400)
+    assert alone.kept == costs.kept / 2
+    assert 0 < alone.recomputed <= alone.graph < found.recomputed
 
 
 @pytest.mark.parametrize("limit", [0.7e6, 1.1e6, 2e6])
@@ -214,6 +235,33 @@ def test_passes_that_are_left_out_are_refused():
         hidden = forward_of(model)(first.input_ids, first.branch)
     with pytest.raises(ValueError, match="a loss came to the first pass of a trunk"):
         first.backward(hidden.sum())
+
+
+def test_the_last_graph_is_known_and_trunks_of_a_forward_end():
+    """Two trees: gradients are synchronized behind the last graph, and without any the first tree keeps nothing."""
+    model = enable(make_model()).train()
+    (a, b), masks = ([*range(2, 12)], [*range(30, 40)]), [[0] * 10 + [1, 1]] * 4
+    batch = dualkv.pack_sequences([[*a, 1, 2], [*a, 5, 6], [*b, 1, 2], [*b, 5, 6]], masks)
+
+    def run(one):
+        with one:
+            hidden = forward_of(model)(one.input_ids, one.branch)
+        one.backward(hidden.sum() if one.has_loss and one.has_graph else None)
+
+    seen = []
+    for one in dualkv.walk_passes(batch, 6):
+        run(one)
+        seen.append((one.kind, one.is_last_graph))
+    assert [last for _, last in seen] == [False] * (len(seen) - 1) + [True]
+    assert seen[-1][0] == "G"
+    trunks = []
+    with torch.no_grad():
+        for one in dualkv.walk_passes(batch, 6):
+            run(one)
+            trunks += [weakref.ref(one.branch)] * one.part.is_trunk
+            own = {index for index, _ in one.part.path} | {one.part.index}
+            del one
+            assert {trunk().part.index for trunk in trunks if trunk() is not None} <= own
 
 
 # ---------------------------------------------------------------- losses of whole sequences

@@ -28,6 +28,15 @@ ONE_GROUP_AND_FOUR = {
                (6, [3]), (15, [2]), (3, [9]), (8, [1]), (11, [4, 2, 5, 1])]
 }  # fmt: skip
 CRITIC = {"model": "critic"}
+# Two groups, in two updates, and one rollout are larger than a budget of 280 rows. Behind a prompt of 300 there is room
+# for parts of some 60 rows, so that the longest response is cut.
+LONG_PROMPTS = {"groups": [(300, [7, 0, 12, 9, 60]), (5, [4, 2, 3]), (200, [3, 50, 8, 2, 26, 11]), (9, [11, 5])]}
+WALK = PACKED | LONG_PROMPTS | {"walk": "large", "budget": 280}
+# In the second update one of two ranks has a large group, the other has none.
+WALK_ON_ONE_RANK = {
+    "groups": [(9, [4, 2, 6, 3]), (1, [5]), (12, [3]), (4, [7]), (7, [2]),
+               (300, [3, 12, 9, 1]), (15, [2]), (3, [9]), (8, [1]), (11, [4])]
+}  # fmt: skip
 TURNS = {"turns": True}  # rollouts of at most 52 tokens
 TREES = PACKED | TURNS | {"trees": 1}
 SUM_PI_SQUARED = {"settings": {"calculate_sum_pi_squared": True}}
@@ -115,6 +124,18 @@ ONE: dict[str, dict[str, Any]] = {
     "critic-fsdp1": PACKED | CRITIC | {"strategy": "fsdp", "remove_padding": False, "budget": TIGHT},
     "stock-critic-turns": STOCK | CRITIC | TURNS,
     "critic-trees": TREES | CRITIC | {"budget": LONG, "checkpointing": False},
+    "stock-long-prompts": STOCK | LONG_PROMPTS,
+    "stock-long-prompts-moe": STOCK | LONG_PROMPTS | MOE,
+    "stock-long-prompts-sequence-loss": STOCK | LONG_PROMPTS | SEQUENCE_LOSS,
+    "stock-long-prompts-critic": STOCK | LONG_PROMPTS | CRITIC,
+    "stock-long-prompts-turns": STOCK | LONG_PROMPTS | TURNS | {"temperature": "ragged"},
+    "stock-walk-on-one-rank": STOCK | WALK_ON_ONE_RANK,
+    "walk": WALK | {"walk": True, "keep": "attention"},  # by the planner: a rollout does not fit
+    "walk-fsdp1": WALK | {"strategy": "fsdp", "checkpointing": False},
+    "walk-moe-fused": WALK | MOE | {"fused": "torch", "canary": 1},
+    "walk-sequence-loss": WALK | SEQUENCE_LOSS,
+    "walk-critic": WALK | CRITIC,
+    "walk-trees": TREES | WALK | {"temperature": "ragged"},
     "stock-hybrid": PADDED | HYBRID,
     "hybrid": PACKED | HYBRID | {"budget": TIGHT},
 }
@@ -136,6 +157,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "hybrid-roomy": PACKED | HYBRID | {"budget": ROOMY, "pad_to": 64},
     "hybrid-fsdp1": PACKED | HYBRID | {"strategy": "fsdp", "checkpointing": False, "budget": TIGHT},
     "hybrid-fused": PACKED | HYBRID | {"fused": "torch", "keep": "attention"},
+    "stock-hybrid-long-prompts": PADDED | HYBRID | LONG_PROMPTS,
+    "hybrid-walk": WALK | HYBRID,
     "hybrid-trees": TREES | HYBRID | {"budget": LONG},
 }
 for _model in FAMILIES:
@@ -189,6 +212,9 @@ TWO: dict[str, dict[str, Any]] = {
     "sp2-critic": PACKED | CRITIC | {"sp": 2},
     "dp2-hybrid": PACKED | HYBRID | {"budget": TIGHT},
     "sp2-hybrid": PACKED | HYBRID | {"sp": 2, "budget": TIGHT // 2},
+    "dp2-walk": WALK | {"canary": 1},
+    "dp2-walk-on-one-rank": WALK | WALK_ON_ONE_RANK,
+    "dp2-walk-trees": TREES | WALK | {"temperature": "ragged"},
     "dp2-images": PACKED | IMAGES | {"budget": TIGHT},
 }
 
@@ -230,6 +256,7 @@ BENCH_ROWS = [
     STOCK_BENCH | {"micro_batch": 2},
     STOCK_BENCH | {"micro_batch": 4, "head": "unfused", "attention": "sdpa"},
     BENCH | {"max_tokens": 30},  # less than a rollout
+    BENCH | {"max_tokens": 72, "walk": True},
 ]
 
 OF_TRACE = {"trace": "trace-tau2-1-n3-t3-x0.02", "micro_batch": None, "max_tokens": 400, "dtype": "fp32"}

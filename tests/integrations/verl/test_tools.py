@@ -12,7 +12,7 @@ Results = Callable[[str], list[dict[str, Any]]]
 
 
 def test_bench_measures_both_engines(results: Results) -> None:
-    ours, fewer, stock, unfused, too_long = results("bench")[0]["rows"]
+    ours, fewer, stock, unfused, too_long, walked = results("bench")[0]["rows"]
     assert ours["replicated_tokens"] == stock["replicated_tokens"] == 4 * 70
     assert ours["metrics"]["dualkv/tokens_packed"] == 59 + 4 * 11
     assert fewer["metrics"]["dualkv/tokens_packed"] == 59 + 2 * 11
@@ -23,6 +23,7 @@ def test_bench_measures_both_engines(results: Results) -> None:
         tokens = found["settings"]["responses"] * 70
         assert found["replicated_tokens_per_second"] == pytest.approx(tokens / found["seconds"]["median"])
     assert "30" in too_long["error"]
+    assert "dualkv/walked_parts" in walked["metrics"]
 
 
 def test_bench_of_traces(results: Results) -> None:

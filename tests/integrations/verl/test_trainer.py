@@ -24,6 +24,7 @@ from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 
 from dualkv.integrations import losses
 from dualkv.integrations.transformers.masks import Visible, by_config
+from dualkv.integrations.verl import walked
 from dualkv.integrations.verl.balance import balance, rank_works, rollouts_by_tag
 from dualkv.integrations.verl.critic import DualKVCritic
 from dualkv.integrations.verl.data import Rollouts
@@ -263,6 +264,29 @@ def test_an_engine_refuses_a_model_when_it_is_made(
     for model_type in ("dualkv", "value_model"):
         with pytest.raises(ValueError, match=message):
             EngineRegistry.new(model_type, "fsdp2", model_config=of_verl)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"ulysses_sequence_parallel_size": 2}, "together with ulysses_sequence_parallel_size=2, expected 1"),
+        ({"pad_to_length": True}, "pad_to_length=True, expected False"),
+        ({"use_dynamic_bsz": False}, "use_dynamic_bsz=False, expected True"),
+        ({"enable_activation_offload": True}, "enable_activation_offload=True, expected False"),
+        ({"images": True}, "is set for a qwen3, expected a model of text alone"),
+    ],
+)
+def test_a_walk_is_refused_beside_what_it_does_not_run_with(changed: dict[str, Any], says: str) -> None:
+    found = {"ulysses_sequence_parallel_size": 1, "pad_to_length": False, "use_dynamic_bsz": True}
+    found |= {"enable_activation_offload": False, "hf_config": SimpleNamespace(model_type="qwen3")} | changed
+    with pytest.raises(ValueError, match=says):
+        walked.refuse(SimpleNamespace(**found), SimpleNamespace(**found), changed.get("images", False))
+
+
+def test_a_walk_is_true_or_false() -> None:
+    assert [walked.asked(options) for options in (None, {}, {walked.WALK: True})] == [False, False, True]
+    with pytest.raises(ValueError, match="dualkv_walk is 8192, expected true or false"):
+        walked.asked({walked.WALK: 8192})
 
 
 def test_trls_value_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

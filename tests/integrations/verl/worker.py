@@ -26,6 +26,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import verl
@@ -53,9 +54,13 @@ from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
 import dualkv
+from dualkv.data.memory import Memory
+from dualkv.data.planning import MemoryPlan, PlannedBatch
+from dualkv.integrations.verl import walked
 from dualkv.integrations.verl.engine import restore_attention
 from dualkv.models import load_model
 from dualkv.ops import reference
+from dualkv.prefixes import SharedPrefixes
 from tests.integrations.verl.rollouts import MODELS, UPDATE, make_rollouts, nested
 from tools.bench import recorded_verl, stock_attention, train_verl, ulysses, verl_options
 from tools.bench import verl as bench_verl
@@ -117,6 +122,7 @@ def make_worker(s: dict[str, Any], models: Path) -> Any:
         | ({"dualkv_trees": s["trees"]} if "trees" in s else {})
         | ({"dualkv_fast": s["fast"]} if "fast" in s else {})
         | ({"dualkv_canary": s["canary"]} if "canary" in s else {})
+        | ({"dualkv_walk": s["walk"] if s["walk"] != "large" else True} if "walk" in s else {})
         | ({"dualkv": s["packed"]} if is_critic else {}),
         lora_rank=s.get("lora", 0),
     )
@@ -186,10 +192,25 @@ def weights(worker: Any) -> dict[str, torch.Tensor]:
     return {k: (v.full_tensor() if hasattr(v, "full_tensor") else v).float().clone() for k, v in state.items()}
 
 
+def walk_large(shared: SharedPrefixes, memory: Memory, min_shared: int = 1) -> MemoryPlan:
+    """Walk every tree that is no micro-batch, where the planner would cut trees so small."""
+    starts = np.flatnonzero(shared.common == 0)
+    trees = [shared.order[a:b] for a, b in zip(starts, [*starts[1:], len(shared)], strict=True)]
+    rows = [shared.select(tree).tokens for tree in trees]
+    walks = [n * memory.row.recomputed > memory.bytes for n in rows]
+    made = [
+        PlannedBatch(tree.tolist(), "walked" if walk else "packed", min_shared, n)
+        for tree, n, walk in zip(trees, rows, walks, strict=True)
+    ]
+    return MemoryPlan(made, 0.0, [])
+
+
 # ---------------------------------------------------------------- scenarios: on all ranks, each gives what it has
 def both(s: dict[str, Any], models: Path) -> dict[str, Any]:
     """Log-probs and entropy, then two updates."""
-    with patch.object(torch, "compile", partial(torch.compile, backend="eager")):  # kernels are the GPU suite's
+    planner = patch.object(walked, "plan_shared", walk_large) if s.get("walk") == "large" else nullcontext()
+    compiler = patch.object(torch, "compile", partial(torch.compile, backend="eager"))  # kernels are the GPU suite's
+    with compiler, planner:
         worker = make_worker(s, models)
         data = rollouts_of(s, worker)
         found: dict[str, Any] = {"before": weights(worker), **score(worker, data)}

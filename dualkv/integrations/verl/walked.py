@@ -1,0 +1,421 @@
+"""Groups and trees larger than a micro-batch's budget of tokens, walked in veRL's FSDP engines: `dualkv_walk=True`.
+
+The budget stays a number of packed tokens. It means the memory that a micro-batch of so many takes with the model's own
+checkpointing, so that a walk may take what splitting takes. All micro-batches of a rank are parts then: those of walked
+trees (:mod:`dualkv.walks`), and one for each other micro-batch. Data-parallel ranks run passes of the same kinds
+together (:func:`dualkv.walk_passes`).
+
+veRL's losses take whole rollouts. A part is a micro-batch of the rollouts that it alone predicts. Where a rollout lies
+in several parts, a pass over all parts without a graph comes first: the loss is computed of its values, and their
+gradients go into the parts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id, get_device_name
+from verl.workers.engine.utils import detach_tree
+
+from dualkv.arrays import IntArray, positions
+from dualkv.branches import Branch
+from dualkv.data.memory import Memory, RowCosts
+from dualkv.data.parts import Fitting, TreePart, fitting
+from dualkv.data.planning import PlannedBatch, plan_shared
+from dualkv.data.trees import PackedSequences
+from dualkv.integrations.verl import data as verl_data
+from dualkv.integrations.verl.data import PackedRollouts, Rollouts
+from dualkv.layout import Layout
+from dualkv.row_costs import measure_sharded_rows
+from dualkv.walks import Pass, State, part_passes
+
+logger = logging.getLogger(__name__)
+NONE = np.zeros(0, np.int64)
+WALK = "dualkv_walk"  # in `model.fused_kernel_options`
+
+
+def asked(options: Any) -> bool:
+    """The option's value; ValueError unless it is true or false."""
+    value = (options or {}).get(WALK, False)
+    if not isinstance(value, bool):
+        raise ValueError(f"fused_kernel_options.{WALK} is {value!r}, expected true or false")
+    return value
+
+
+def refuse(model_config: Any, engine_config: Any, takes_images: bool) -> None:
+    """Raises ValueError for settings of an engine that does not walk with them."""
+    for name, value, expected in (
+        ("ulysses_sequence_parallel_size", engine_config.ulysses_sequence_parallel_size, 1),
+        ("pad_to_length", engine_config.pad_to_length, False),
+        ("use_dynamic_bsz", engine_config.use_dynamic_bsz, True),
+        ("enable_activation_offload", model_config.enable_activation_offload, False),
+    ):
+        if value != expected:
+            raise ValueError(
+                f"{WALK} is set together with {name}={value}, expected {expected}: such rows are not walked"
+            )
+    if takes_images:
+        raise ValueError(
+            f"{WALK} is set for a {model_config.hf_config.model_type}, expected a model of text alone: each part would"
+            " need the features of all images"
+        )
+
+
+def is_large(rollouts: Rollouts, max_tokens: int) -> bool:
+    """Whether a group or tree has more packed tokens than a micro-batch may have."""
+    shared = rollouts.packed_once
+    new = shared.lengths[shared.order] - shared.common
+    return bool((np.add.reduceat(new, np.flatnonzero(shared.common == 0)) > max_tokens).any())
+
+
+class PartRollouts(PackedRollouts):
+    """A part, whose values come in the order of the response tokens that it predicts."""
+
+    def to_sequences(self, values: torch.Tensor, sequences: Any) -> torch.Tensor:
+        """values [U, ...] -> [m, ...]."""
+        return values[self.value.to(values.device)]
+
+
+def of_ids(ids: torch.Tensor) -> PartRollouts:
+    """Rows [t] on the host that predict nothing."""
+    none = torch.zeros(0, dtype=torch.int64)
+    layout = Layout.from_segments([0, len(ids)], [-1])
+    return PartRollouts(ids, layout, none.new_zeros(1), none, none, none, none, None, {}, ids)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A planned micro-batch, in one part or more.
+
+    n rollouts, M response tokens.
+
+    Attributes:
+        rollouts: [n] indices in the batch.
+        micro_batch: of these, as veRL's losses see them.
+        packed: the same.
+        parts: numbered on from those of other units.
+        token_part: [M] the part that predicts each response token.
+        home: [n] the part that predicts a rollout's last token, or has it, where nothing is predicted.
+        whole: whether each rollout is predicted by one part.
+    """
+
+    rollouts: IntArray
+    micro_batch: TensorDict
+    packed: PackedRollouts
+    parts: list[TreePart]
+    token_part: IntArray
+    home: IntArray
+    whole: bool
+    of_token: IntArray = field(repr=False)  # [M] rollouts
+
+    @property
+    def batch(self) -> PackedSequences:
+        return self.parts[0].batch
+
+    def ids_of(self, part: TreePart) -> torch.Tensor:
+        """[t] on the host."""
+        return self.packed.input_ids[torch.from_numpy(part.rows)]
+
+    def tokens_of(self, part: TreePart) -> IntArray:
+        """[m] the response tokens that a part predicts."""
+        return np.flatnonzero(self.token_part == part.index)
+
+    def members(self, part: TreePart) -> IntArray:
+        """The rollouts whose loss is computed in a part, as indices in the unit."""
+        return np.flatnonzero(self.home == part.index)
+
+    def of_part(self, part: TreePart, members: IntArray | None) -> PackedRollouts:
+        """The rows of a part.
+
+        Args:
+            members: the rollouts for whose sequences values are made; None: for response tokens.
+        """
+        local = np.full(self.batch.layout.num_tokens, -1, np.int64)
+        local[part.rows] = np.arange(len(part.rows))
+        tokens, head_rows = self.tokens_of(part), self.packed.head_rows.numpy()
+        heads, value = np.unique(self.packed.value.numpy()[tokens], return_inverse=True)
+        own = local[head_rows[heads]]
+        # Runs of rows of one rollout, for temperatures: those of rows that predict nothing do not matter.
+        rollout = np.zeros(len(part.rows), np.int64)
+        rollout[own[value]] = self.of_token[tokens]
+        if members is not None:
+            number = np.zeros(len(self.home), np.int64)
+            number[members] = np.arange(len(members))
+            rollout = number[rollout]
+        begins = np.flatnonzero(np.append(True, np.diff(rollout) != 0))
+        layout = Layout.from_segments(np.append(begins, len(rollout)), np.full(len(begins), -1))
+        labels = self.packed.input_ids.roll(-1)
+        rows = torch.from_numpy(part.rows)
+        of_sequences = tokens
+        if members is not None:
+            lens = np.diff(self.micro_batch["input_ids"].offsets().cpu().numpy())[members]
+            r = np.bincount(self.of_token, minlength=len(self.home))[members]
+            of_sequences = np.repeat(np.cumsum(lens) - r - 1, r) + positions(r)
+        kind = PartRollouts if members is None else PackedRollouts
+        arrays = (rollout[begins], own, value.reshape(-1), of_sequences, part.rows)
+        source, heads_of_part, value_of, of_rows, packed_rows = (torch.from_numpy(x) for x in arrays)
+        return kind(
+            self.packed.input_ids[rows], layout, source, heads_of_part, value_of, of_rows, packed_rows, None, {},
+            labels[rows],
+        )  # fmt: skip
+
+
+class Planned(NamedTuple):
+    """The plan of a batch of which some trees are walked, on this rank or on others.
+
+    Attributes:
+        batches: walked ones first, so that ranks run the first passes of trunks together.
+        memory: the limit of each pass.
+    """
+
+    batches: list[PlannedBatch]
+    memory: Memory
+
+
+def units(data: TensorDict, rollouts: Rollouts, plan: Planned, device: Any) -> list[Unit]:
+    """Make the micro-batches of a plan, in parts."""
+    made: list[Unit] = []
+    count = 0
+    for one in plan.batches:
+        chosen = np.array(one.sequences)
+        some = rollouts.select(chosen)
+        if one.way == "alone":
+            apart = np.zeros_like(some.packed_once.common)
+            some = replace(some, packed_once=replace(some.packed_once, common=apart))
+        micro_batch = tu.index_select_tensor_dict(data, one.sequences)
+        made.append(_unit(chosen, micro_batch, some, plan.memory, count, device))
+        count += len(made[-1].parts)
+    return made
+
+
+def _unit(
+    chosen: IntArray, micro_batch: TensorDict, rollouts: Rollouts, memory: Memory, count: int, device: Any
+) -> Unit:
+    packed = verl_data.pack(micro_batch, rollouts)
+    none = np.zeros(0, np.int64)
+    ids = packed.input_ids[None].to(device)
+    batch = PackedSequences(ids, packed.layout.to(device), none, none, none > 0)
+    p, r = rollouts.prompt_lens, rollouts.response_lens
+    of_token = np.repeat(np.arange(len(r)), r)
+    predicts = packed.head_rows.numpy()[packed.value.numpy()]
+    ends = np.cumsum(p + r)
+    last = packed.packed_rows.numpy()[np.where(r > 0, ends - 2, ends - 1)]
+
+    def made(found: Fitting) -> Unit:
+        part_of = np.empty(batch.layout.num_tokens, np.int64)
+        for part in found.parts:
+            part_of[part.rows] = part.index + count
+        parts = [
+            replace(part, index=part.index + count, path=tuple((above + count, rows) for above, rows in part.path))
+            for part in found.parts
+        ]
+        home, token_part = part_of[last], part_of[predicts]
+        whole = bool((home[of_token] == token_part).all())
+        return Unit(chosen, micro_batch, packed, parts, token_part, home, whole, of_token)
+
+    found = fitting(batch, memory)
+    if found is None:
+        raise ValueError(f"a micro-batch of {batch.layout.num_tokens} rows does not fit into parts")
+    unit = made(found)
+    if not unit.whole:
+        # Parts that cut no response, where they do not take more time than a pass over all rows ahead.
+        uncut = fitting(batch, memory, least=int(r.max()) + 1)
+        if uncut is not None and uncut.time <= found.time + batch.layout.num_tokens:
+            other = made(uncut)
+            unit = other if other.whole else unit
+    return unit
+
+
+@dataclass
+class Values:
+    """Values of the response tokens of a unit, and their gradients.
+
+    Attributes:
+        of: by name, [M].
+        gradients: by name, [M]; empty before the loss is known.
+    """
+
+    of: dict[str, torch.Tensor] = field(default_factory=dict)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def put(self, tokens: IntArray, total: int, found: dict[str, torch.Tensor]) -> None:
+        """Take the values [m] of tokens of one part."""
+        for name, x in found.items():
+            into = self.of.setdefault(name, x.new_zeros(total, *x.shape[1:]))
+            into[torch.from_numpy(tokens).to(x.device)] = x
+
+    def carry(self, tokens: IntArray) -> Callable[..., Any]:
+        """Make the loss of a part that has these gradients; of no tokens: zero, which FSDP2 must see."""
+
+        def loss(model_output: dict[str, torch.Tensor], data: Any, dp_group: Any = None) -> Any:
+            shares = []
+            for name, x in model_output.items():
+                gradient = self.gradients.get(name)
+                own = 0.0 if gradient is None else gradient[torch.from_numpy(tokens).to(x.device)]
+                shares.append((x * own).sum())
+            return torch.stack([share.float() for share in shares]).sum(), {}
+
+        return loss
+
+
+class WalksBatches:
+    """A mixin for veRL's FSDP engines of packed batches, whose `forward_step` runs what `_running` holds."""
+
+    _walks: bool
+    _planned: Planned | None
+    _walked_parts = 0
+
+    # ------------------------------------------------------------------ a plan, on all data-parallel ranks
+    def _plan_walk(
+        self: Any, data: TensorDict, forward_only: bool, rollouts: Rollouts | None, tokens: int
+    ) -> Planned | None:
+        """Plan a batch, if a group or tree of any rank has more packed tokens than a micro-batch, and some is walked.
+
+        Args:
+            data, forward_only: as of `forward_backward_batch`.
+            rollouts: those of this rank; None if it cannot pack them.
+            tokens: packed tokens of a micro-batch.
+
+        Raises:
+            ValueError: rollouts that fit in no way, here or on another rank.
+        """
+        unpackable, large = self._on_any_rank(rollouts is None, rollouts is not None and is_large(rollouts, tokens))
+        if unpackable or rollouts is None or not large:
+            return None
+        row = self._measured_costs(data, forward_only, tokens)
+        memory = Memory((tokens + 0.5) * row.recomputed, row)  # half a row, for rounding
+        batches, error = list[PlannedBatch](), ""
+        try:
+            plan = plan_shared(rollouts.packed_once, memory)
+            logger.info("dualkv: %s", plan)
+            batches = sorted(plan.batches, key=lambda one: one.way != "walked")
+        except ValueError as found:
+            error = f"{WALK}: of {tokens} packed tokens a micro-batch, {found}"
+        failed, walks = self._on_any_rank(bool(error), any(one.way == "walked" for one in batches))
+        if failed:
+            raise ValueError(
+                error or "another data-parallel rank found no micro-batches for its rollouts, see its error"
+            )
+        return Planned(batches, memory) if walks else None
+
+    def _on_any_rank(self: Any, *flags: bool) -> list[bool]:
+        found = torch.tensor(flags, dtype=torch.int64, device=get_device_id())
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.get_data_parallel_group())
+        return [bool(flag) for flag in found.tolist()]
+
+    def _measured_costs(self: Any, data: TensorDict, forward_only: bool, tokens: int) -> RowCosts:
+        """Measure what a row takes, once with gradients and once without. All ranks run the same passes."""
+        if forward_only not in self._row_costs:
+            one, ids = tu.index_select_tensor_dict(data, [0]), data["input_ids"].values().to(get_device_id())
+
+            def forward(ids: torch.Tensor, branch: Branch) -> torch.Tensor:
+                return self._forward_part(branch, of_ids(ids[0].cpu()), one, Values().carry(NONE))[0]
+
+            with torch.no_grad() if forward_only else nullcontext():
+                self._row_costs[forward_only] = measure_sharded_rows(forward, ids, max(2, tokens // 2))
+            logger.info("dualkv: %s", self._row_costs[forward_only])
+        return self._row_costs[forward_only]
+
+    # ------------------------------------------------------------------ a batch
+    def _walk(
+        self: Any,
+        data: TensorDict,
+        rollouts: Rollouts,
+        _parts: Sequence[list[int]],
+        loss_function: Callable[..., Any] | None,
+        forward_only: bool,
+    ) -> Iterator[tuple[list[int], dict[str, Any]]]:
+        """Run the planned micro-batches, all of their parts one after another; rollouts, and veRL's outputs of them."""
+        every = units(data, rollouts, self._planned, get_device_id())
+        self._walked_parts = sum(len(unit.parts) for unit in every if len(unit.parts) > 1)
+        one = tu.index_select_tensor_dict(data, [0])
+        apart = [unit for unit in every if not unit.whole]
+        values = {id(unit.batch): Values() for unit in apart}
+        state = State(training=False)
+        if not forward_only:
+            for _ in self._run_parts(apart, values, one, loss_function, state):
+                pass
+            for unit in apart:
+                yield unit.rollouts.tolist(), self._loss_of(unit, values[id(unit.batch)], loss_function, forward_only)
+        yield from self._run_parts(every, values, one, loss_function, state if forward_only else state.then())
+        if forward_only:
+            for unit in apart:
+                yield unit.rollouts.tolist(), self._loss_of(unit, values[id(unit.batch)], loss_function, forward_only)
+
+    def _run_parts(
+        self: Any,
+        some: list[Unit],
+        values: dict[int, Values],
+        one_rollout: TensorDict,
+        loss_function: Callable[..., Any] | None,
+        state: State,
+    ) -> Iterator[tuple[list[int], dict[str, Any]]]:
+        """Run the parts of units; the rollouts and outputs of those that are whole. The others leave or take values."""
+        of_batch = {id(unit.batch): unit for unit in some}
+        parts = [part for unit in some for part in unit.parts]
+        passes = part_passes(parts, state, None, self.get_data_parallel_group(), get_device_id())
+        with torch.set_grad_enabled(state.training):
+            for number, one in enumerate(passes):
+                part, unit = one.part, of_batch.get(id(one.part.batch))
+                members = unit.members(part) if unit is not None and unit.whole and one.is_last else NONE
+                tokens = unit.tokens_of(part) if unit is not None and not unit.whole and one.is_last else NONE
+                carried = Values() if unit is None or unit.whole else values[id(unit.batch)]
+                if unit is not None and len(members):
+                    micro_batch = tu.index_select_tensor_dict(unit.micro_batch, members.tolist())
+                    packed, loss = unit.of_part(part, members), loss_function
+                else:
+                    micro_batch, loss = one_rollout, carried.carry(tokens)
+                    if unit is not None and len(tokens):
+                        packed, micro_batch = unit.of_part(part, None), unit.micro_batch
+                    else:
+                        packed = of_ids(torch.zeros(1, dtype=torch.int64) if unit is None else unit.ids_of(part))
+                with torch.profiler.record_function(f"micro_batch{number}"):
+                    output = self._run_pass(one, packed, micro_batch, loss)
+                if unit is not None and len(members):
+                    yield unit.rollouts[members].tolist(), output
+                elif unit is not None and len(tokens) and not one.has_graph:
+                    carried.put(tokens, len(unit.token_part), output["model_output"])
+
+    def _run_pass(
+        self: Any, one: Pass, packed: PackedRollouts, micro_batch: TensorDict, loss_function: Callable[..., Any] | None
+    ) -> dict[str, Any]:
+        sync: AbstractContextManager[None] = nullcontext()
+        if one.has_graph:
+            sync = self._gradient_sync_context(is_last_micro_batch=one.is_last_graph)
+        with sync:
+            with one:
+                loss, output = self._forward_part(one.branch, packed, micro_batch, loss_function)
+            if one.has_graph and self.scaler is not None:
+                loss = self.scaler.scale(loss)
+            one.backward(loss if one.has_graph else None)
+        return output
+
+    def _loss_of(
+        self: Any, unit: Unit, values: Values, loss_function: Callable[..., Any] | None, forward_only: bool
+    ) -> dict[str, Any]:
+        """Compute veRL's loss of a unit from the values of its tokens, and the gradients of these."""
+        micro_batch, dtype = unit.micro_batch.to(get_device_id()), self._autocast_dtype
+        sequences = micro_batch["input_ids"]
+        loss, metrics = torch.ones(()), dict[str, Any]()
+        with torch.set_grad_enabled(not forward_only):
+            leaves = {name: x.detach().requires_grad_(not forward_only) for name, x in values.of.items()}
+            model_output = {name: unit.packed.tokens_to_sequences(x, sequences) for name, x in leaves.items()}
+            autocast = nullcontext() if dtype == torch.float32 else torch.autocast(get_device_name(), dtype)
+            if loss_function is not None:
+                with autocast:
+                    loss, metrics = loss_function(
+                        model_output=model_output, data=micro_batch, dp_group=self.get_data_parallel_group()
+                    )
+        if not forward_only:
+            loss.backward()
+            values.gradients = {name: x.grad for name, x in leaves.items() if x.grad is not None}
+        return {"model_output": detach_tree(model_output), "loss": loss.detach().item(), "metrics": metrics}

@@ -1,0 +1,60 @@
+"""Walked groups: what ran. That results are those of veRL is in test_equivalence.py, by the names of scenarios."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dualkv.data.memory import Memory, RowCosts
+from dualkv.integrations.verl import walked
+from dualkv.integrations.verl.balance import rollouts_by_tag
+from dualkv.integrations.verl.data import read
+from tests.integrations.verl.rollouts import make_rollouts
+from tests.integrations.verl.scenarios import LONG_PROMPTS, ONE, TWO
+
+Results = Callable[[str], list[dict[str, Any]]]
+NAMES = [name for name, settings in (ONE | TWO).items() if settings.get("walk")]
+ROW = RowCosts(kept=1024.0, path=512.0, graph=8000.0, recomputed=2000.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_large_groups_are_walked(name: str, results: Results) -> None:
+    """The metrics are means over updates, and over ranks."""
+    for found in results(name):
+        assert found["metrics"]["dualkv/walked_parts"] >= 0.5
+
+
+def test_no_prompt_of_a_walked_group_is_repeated(results: Results) -> None:
+    rollouts = read(make_rollouts(LONG_PROMPTS, 1, 0))
+    rows = [rollouts.select(np.arange(at, at + 8)).packed_once.tokens for at in (0, 8)]
+    for name in ("walk", "walk-fsdp1", "walk-moe-fused", "walk-sequence-loss", "walk-critic"):
+        assert results(name)[0]["metrics"]["dualkv/tokens_packed"] == sum(rows) / 2
+
+
+@pytest.mark.parametrize("name", ["walk-moe-fused", "dp2-walk"])
+def test_the_canary_sees_no_difference(name: str, results: Results) -> None:
+    assert results(name)[0]["metrics"]["dualkv/packed_vs_separate"] < 1e-5
+
+
+def test_responses_stay_whole_where_that_takes_less_than_a_pass_ahead() -> None:
+    """There is room for parts of some 70 rows behind a prompt of 300: enough for one response, too few for another."""
+    for responses, whole in (([7, 3, 12, 9, 30], True), ([7, 3, 12, 9, 85], False)):
+        data = make_rollouts({"groups": [(300, responses)]}, 1, 0)
+        rollouts, memory = read(data), Memory(300.5 * ROW.recomputed, ROW)
+        assert walked.is_large(rollouts, 300)
+        planned = walked.Planned([walked.PlannedBatch([0, 1, 2, 3, 4], "walked", 1, 0)], memory)
+        (unit,) = walked.units(data, rollouts, planned, "cpu")
+        assert unit.whole == whole
+        assert len(unit.parts) > 1
+        assert sorted(np.concatenate([unit.members(part) for part in unit.parts]).tolist()) == [0, 1, 2, 3, 4]
+        tokens = np.concatenate([unit.tokens_of(part) for part in unit.parts])
+        assert sorted(tokens.tolist()) == list(range(sum(responses)))
+
+
+def test_a_group_is_large_by_its_own_rows() -> None:
+    rollouts = rollouts_by_tag(["a", "a", "b"], [10, 10, 10], [5, 5, 5])
+    assert walked.is_large(rollouts, 20)
+    assert not walked.is_large(rollouts, 21), "of which the other group is no part"
