@@ -30,7 +30,7 @@ def test_large_groups_are_walked(name: str, results: Results) -> None:
 def test_no_prompt_of_a_walked_group_is_repeated(results: Results) -> None:
     rollouts = read(make_rollouts(LONG_PROMPTS, 1, 0))
     rows = [rollouts.select(np.arange(at, at + 8)).packed_once.tokens for at in (0, 8)]
-    for name in ("walk", "walk-fsdp1", "walk-moe-fused", "walk-sequence-loss", "walk-critic"):
+    for name in ("walk-fsdp1", "walk-moe-fused", "walk-sequence-loss", "walk-critic"):
         assert results(name)[0]["metrics"]["dualkv/tokens_packed"] == sum(rows) / 2
 
 
