@@ -16,7 +16,8 @@ from dualkv.branches import Branch, Keeping
 from dualkv.data.gain import PAIRS_A_ROW
 from dualkv.data.memory import ROWS_AT_ONCE, RowCosts
 from dualkv.data.parts import plan_parts
-from dualkv.data.trees import pack_sequences
+from dualkv.data.trees import PackedSequences
+from dualkv.layout import Layout
 from dualkv.walks import Forward, Loss
 
 LONG = 4  # times the rows of a part: a path in whose attention the peak lies
@@ -57,7 +58,7 @@ def measure_rows(
         """Bytes at the peak of the head of a part."""
         if loss is None:
             return 0.0
-        (part,) = plan_parts(pack_sequences([tokens[: own + 1]]), own + 1)
+        (part,) = plan_parts(_one_sequence(tokens[: own + 1]), own + 1)
         with torch.no_grad():
             hidden = forward(part.input_ids, Branch(part))
         found = 0.0
@@ -122,7 +123,7 @@ def measure_sharded_rows(forward: Forward, input_ids: torch.Tensor, most: int) -
 def _run(forward: Forward, tokens: torch.Tensor, keeping: Keeping, path: int, own: int, keeps_all: bool) -> _Bytes:
     """Run a part of so many rows behind a path."""
     training = torch.is_grad_enabled()
-    *above, last = plan_parts(pack_sequences([tokens[: path + own]], [np.zeros(path + own, bool)]), own)
+    *above, last = plan_parts(_one_sequence(tokens[: path + own], False), own)
     trunks: list[Branch] = []
     for part in above:
         trunks.append(Branch(part, trunks, keeping))
@@ -140,6 +141,13 @@ def _run(forward: Forward, tokens: torch.Tensor, keeping: Keeping, path: int, ow
         if training:
             branch.backward(hidden.sum(), inputs=[branch.anchor])
     return _Bytes(peak.bytes, saved, sum(trunk.kept_bytes for trunk in trunks), branch.kv_heads)
+
+
+def _one_sequence(ids: torch.Tensor, counts: bool = True) -> PackedSequences:
+    """Make a batch of one sequence, whose tokens count or not. `pack_sequences` would note that it shares nothing."""
+    rows = np.arange(len(ids))
+    layout = Layout.from_segments([0, len(ids)], [-1], ids.device)
+    return PackedSequences(ids[None], layout, rows, np.array([len(ids)]), (rows > 0) & counts)
 
 
 class _Bytes(NamedTuple):
