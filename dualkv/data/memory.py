@@ -13,8 +13,10 @@ import numpy as np
 
 from dualkv.data.gain import PAIRS_A_ROW
 
-# Rows of projections and MLP, forward. Fitted to the medians of docs/results/walk-*-h200.json and of walks of 2,000 to
-# 14,000 rows a part (Qwen3-8B, 8 layers, transformers' eager layers; a row takes 6.3 us), which it meets within 6 %.
+# Rows of projections and MLP, forward. Fitted to walks of 2,000 to 14,000 rows a part on an H200 (Qwen3-8B, 8 layers,
+# transformers' eager layers), which they met within 6 %. Of docs/results/walk-*-h200.json, measured since with less
+# copying, a row of layers takes 5.7 to 6.0 us, of a small tree 5 us. A pass seems to count too much: at 24,576 with the
+# head these chose three recomputed parts (3.03 s), where 26 small ones had taken 2.85 s.
 BACKWARD = 2.0  # of a row
 ATTENTION, ATTENTION_BACKWARD = 0.6, 1.95  # of as many FLOP as a row's products; the backward computes five for two
 PATH_ROW = 0.005  # a forward copies keys and values of each row of its path, and as many rows without queries
