@@ -494,6 +494,17 @@ def test_what_goes_past_the_seams_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         enable(changed)
 
 
+@pytest.mark.skipif(not there("zaya"), reason="transformers before Zaya")
+@pytest.mark.parametrize("of_an_adapter", [False, True])
+def test_biases_before_zayas_convolutions_are_refused(of_an_adapter: bool) -> None:
+    model: Any = make("zaya", attention_bias=not of_an_adapter)
+    if of_an_adapter:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["k_proj"], lora_bias=True))
+    with pytest.raises(ValueError, match=r"\(ZayaCCAProjection\) has biases before its convolutions"):
+        enable(model, check=False)
+
+
 @pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "minimax"])
 def test_what_stands_beside_a_layout_is_refused(family: str) -> None:
     model = enable(make(family), check=False)

@@ -103,6 +103,12 @@ def _known(cls: type[Any]) -> type[Any] | None:
     return _named(cls, MIXERS)
 
 
+def _has_bias(projection: Any) -> bool:
+    """Whether queries or keys of a projection get a bias, of its own or of an adapter (PEFT's `lora_bias`)."""
+    parts = projection.q_proj, projection.k_proj
+    return any(name.split(".")[-1] == "bias" for part in parts for name, _ in part.named_parameters())
+
+
 def objections(decoder: nn.Module, attention: list[str]) -> Iterator[str]:
     """Reasons why the recurrent layers of a decoder cannot run packed; `attention` names its attention modules."""
     known = mixers(decoder)
@@ -116,7 +122,7 @@ def objections(decoder: nn.Module, attention: list[str]) -> Iterator[str]:
                 f"{name} ({cls.__name__}) has a forward of its own in place of its class's (kernels of the hub,"
                 " accelerate's hooks): it goes past the functions by which a layout reaches a recurrent layer"
             )
-        elif cls.__name__ in WITHIN_ATTENTION and cast(Any, module).q_proj.bias is not None:
+        elif cls.__name__ in WITHIN_ATTENTION and _has_bias(cast(Any, module)):
             yield f"{name} ({cls.__name__}) has biases before its convolutions, which zeros before a sequence lack"
         elif earlier.knows(cls) or cls.__name__ in WITHIN_ATTENTION:
             continue
