@@ -317,11 +317,14 @@ class Branch(PackedRows):
         above: Sequence[Branch] = (),
         keeping: Keeping | None = None,
         modes: dict[Any, bool] | None = None,
+        writes: dict[Any, int] | None = None,
     ) -> None:
-        """above: the branches of `part.path`; modes: the modes of the walk's modules, noted by :meth:`check_mode`."""
+        """above: the branches of `part.path`; modes, writes: those of the walk's modules, noted by
+        :meth:`check_module`; None for `writes`: they are not checked."""
         self.part, self.layout, self._above = part, part.seen, tuple(above)
         self.num_tokens, self.keeps_all = len(part.rows), part.keeps_all
         self._keeping, self._modes = keeping or Keeping(), {} if modes is None else modes
+        self._writes = writes
         self._kept: dict[Hashable, Kept] = {}
         self.kv_heads = 0
         self._noted: dict[Hashable, torch.Tensor] = {}
@@ -428,14 +431,23 @@ class Branch(PackedRows):
                 " step cannot be walked"
             )
 
-    def check_mode(self, module: Any) -> None:
-        """Raises ValueError if a module is in training mode in one pass of a walk, and not in another: both passes of a
-        part are one function."""
+    def check_module(self, module: Any) -> None:
+        """Raises ValueError if a module is in training mode in one pass of a walk, and not in another, or if its
+        parameters have been written into in between: all passes of a walk are one function."""
         if self._modes.setdefault(module, module.training) != module.training:
             now, before = ("training" if mode else "evaluation" for mode in (module.training, not module.training))
             raise ValueError(
                 f"{type(module).__name__} is in {now} mode in a pass of a walk, and was in {before} mode in one before,"
                 " expected one mode until the backward is done: call train() or eval() before the walk"
+            )
+        if self._writes is None or torch.compiler.is_compiling():
+            return
+        writes = sum(_version(p) for p in module.parameters() if p.requires_grad)
+        if self._writes.setdefault(module, writes) != writes:
+            raise ValueError(
+                f"parameters of {type(module).__name__} have been written into between two passes of a walk, expected"
+                " no writes until its backward is done: call the optimizer's step behind it (optimizers that step"
+                " within the backward cannot train by walks)"
             )
 
     def call_of(self, layer: Hashable) -> int:

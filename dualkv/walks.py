@@ -134,19 +134,22 @@ class State:
         training: whether trunks run twice.
         again: whether the parts ran before, in a walk without a graph whose random numbers each of them draws again.
         trunks: branches of trunks that keep their tensors from that walk on.
-        modes: whether modules train (:meth:`dualkv.branches.Branch.check_mode`).
+        modes: whether modules train (:meth:`dualkv.branches.Branch.check_module`).
+        writes: into parameters of modules, counted there; None on ranks that gather parameters from each other.
     """
 
     def __init__(self, training: bool) -> None:
         self.training, self.again = training, False
         self.trunks: dict[int, Branch] = {}
         self.modes: dict[Any, bool] = {}
+        self.writes: dict[Any, int] | None = {}
         self._random: dict[int, list[torch.Tensor]] = {}
 
     def then(self) -> State:
         """Return the state of the walk with graphs that follows one without."""
         found = State(True)
-        found.again, found.trunks, found.modes, found._random = True, self.trunks, self.modes, self._random
+        found.again, found.trunks, found.modes, found.writes = True, self.trunks, self.modes, self.writes
+        found._random = self._random
         return found
 
     def random_numbers(self, part: TreePart) -> AbstractContextManager[None]:
@@ -246,6 +249,7 @@ def part_passes(
     own = _own_passes(parts, keeping or Keeping(), state)
     kinds = mine = _kinds(parts, state.training)
     if group is not None:
+        state.writes = None
         every: list[str | None] = [None] * dist.get_world_size(group)
         dist.all_gather_object(every, None if refusal else mine, group)
         if refusal is not None:
@@ -283,7 +287,7 @@ def _own_passes(
         if not state.training:  # nothing reads the others any more
             waiting = first | {index for index, _ in part.path}
             trunks = {index: trunk for index, trunk in trunks.items() if index in waiting}
-        branch = Branch(part, [trunks[index] for index, _ in part.path], keeping, state.modes)
+        branch = Branch(part, [trunks[index] for index, _ in part.path], keeping, state.modes, state.writes)
         if part.is_trunk:
             trunks[part.index] = branch
         yield from _checked(Pass(branch, has_graph, state))
@@ -423,7 +427,8 @@ def walk_values(
 
     Raises:
         ValueError, TypeError: as :func:`walk`; values of another form, and a batch that counts no token; by the
-            backward for a transformers model that was in training mode in one of the walks, and not in the other.
+            backward for a transformers model that was in training mode in one of the walks, and not in the other, or
+            whose parameters have been written into in between.
     """
     parts = _parts(batch, budget, values_first=True)
     _check_functions(forward=(forward, "(input_ids, branch)"), values=(values, "(what forward returned, part)"))

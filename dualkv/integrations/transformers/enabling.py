@@ -144,7 +144,7 @@ def _enter_decoder(
     packed = _checked(layout)
     selfcheck.refuse_unproved(module, packed)
     if isinstance(packed, Branch):
-        packed.check_mode(module)
+        packed.check_module(module)
         if packed.keeps_all:
             checkpointing.keep_all(module, packed.at_end)
     name = type(module).__name__

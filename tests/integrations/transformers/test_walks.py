@@ -393,6 +393,28 @@ def test_another_mode_in_the_backward_is_refused():
     found.sum().backward()
 
 
+def test_parameters_that_change_within_a_walk_are_refused():
+    """A step comes between the values and their backward, or an optimizer steps as soon as a gradient is there."""
+    batch, model = packed(), enable(make_model()).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def values(hidden, part):
+        return part.expand(dualkv.response_logprobs(hidden, model.lm_head.weight, part)[0])
+
+    found = dualkv.walk_values(batch, 7, forward_of(model), values)
+    found.sum().backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(ValueError, match="parameters of Qwen3Model have been written into between two passes"):
+        found.sum().backward()
+
+    def step(weight):
+        weight.detach().sub_(0.1 * weight.grad)
+
+    model.model.norm.weight.register_post_accumulate_grad_hook(step)
+    with pytest.raises(ValueError, match="optimizers that step within the backward cannot train by walks"):
+        walked(model, batch, weights_of(batch, torch.float32), 7)
+
+
 # ---------------------------------------------------------------- updates
 @pytest.mark.parametrize("family", [*DENSE, *test_recurrent.there("qwen3_5_text", "nemotron_h", "minimax")])
 def test_updates_are_those_of_separate_sequences(family):
