@@ -260,7 +260,7 @@ def test_a_checkpointed_part_keeps_nothing_behind_its_backward():
     trunk.reserve()
     assert trunk.kept_bytes == 2 * k.nbytes + 2 * v.nbytes, "sums have the size of what is kept"
     trunk.begin(has_graph=True)
-    assert not trunk.kept_bytes, "nothing below reads it any more"
+    assert trunk.kept_bytes == k.nbytes + v.nbytes, "sums alone: nothing below reads what is kept any more"
     out = checkpoint(lambda *x: trunk.attention(*x, layer=0).sin(), q, k, v, use_reentrant=False)
     trunk.backward(out.sum())
     assert q.grad is not None
