@@ -98,7 +98,7 @@ def entries(
                 entry[key] = _of_tokens(f"{name}[{key!r}]", entry[key], lens[i], within)
         _check_patches(name, entry)
         found.append((name, entry))
-    _check_placeholders(found)
+    check_placeholders(found)
     return found
 
 
@@ -153,22 +153,43 @@ def check_seconds(entry: Mapping[str, Any], of: str = "") -> None:
             )
 
 
-def _check_placeholders(found: Sequence[Named]) -> None:
-    """Compares patches a placeholder token between texts: a model has one number, which is known to the model."""
+def check_placeholders(found: Sequence[Named]) -> None:
+    """Compares images a placeholder token between texts: a model has one number, which is known to the model. In one
+    packed row, images that a text lacks would be those that another one has too many."""
     for patches, grids, kind in GRIDS:
         first: tuple[str, int, int] | None = None
         for name, entry in found:
-            if "mm_token_type_ids" not in entry or (patches in entry and grids not in entry):  # nothing to compare
+            kinds = next((entry[key] for key in OF_TOKENS if key in entry), None)
+            # Some tokenizers return token_type_ids of zeros, and these models ignore them.
+            if kinds is None or (OF_TOKENS[0] not in entry and not kinds.any()):
                 continue
-            tokens = int((entry["mm_token_type_ids"] == kind).sum())
-            count = int(entry[grids].prod(1).sum()) if grids in entry else 0
+            count, unit = _count(entry, patches, grids)
+            if count is None:
+                continue
+            tokens = int((kinds == kind).sum())
             if (tokens == 0) != (count == 0) or (first and tokens * first[2] != count * first[1]):
                 beside = f", those of {first[0]} have {first[2]} for {first[1]}" if first else ""
                 raise ValueError(
-                    f"{name}[{patches!r}] has {count} patches for {tokens} placeholder tokens{beside}:"
+                    f"{name}[{patches!r}] has {count} {unit} for {tokens} placeholder tokens{beside}:"
                     " expected one image for each placeholder"
                 )
             first = first or ((name, tokens, count) if tokens else None)
+
+
+def _count(entry: Entry, patches: str, grids: str) -> tuple[int | None, str]:
+    """Count what placeholders of one kind are in proportion to, and name it; None where a model has another rule."""
+    if grids in entry:
+        return int(entry[grids].prod(1).sum()), "patches"
+    if PLACES[patches] in entry:
+        return int((entry[PLACES[patches]] != -1).all(-1).sum()), "patches"
+    if not len(entry.get(patches, ())):
+        return 0, "patches"
+    # Other names, such as image_sizes, are of models with such a rule.
+    known = {name for *names, _ in GRIDS for name in names} | {*SECONDS, IN_ROWS, *OF_TOKENS}
+    in_rows = patches == "pixel_values" and np.ndim(entry[patches]) == 5
+    if not entry.keys() <= known or in_rows != (IN_ROWS in entry):
+        return None, ""
+    return int(_real(entry[patches]).sum()) if in_rows else len(entry[patches]), "images"
 
 
 def difference(a: Entry, b: Entry) -> str | None:
@@ -279,8 +300,8 @@ def _split(entry: Entry, pixels: str, placeholders: IntArray) -> list[Image] | N
     if pixels not in names or len(placeholders) == 0:
         return None
     in_rows = IN_ROWS in names
-    if in_rows:  # models leave out images of zeros, which pad a batch
-        real = entry[pixels].flatten(0, 1).flatten(1).any(1)
+    if in_rows:
+        real = _real(entry[pixels])
         entry = {key: entry[key].flatten(0, 1)[real] for key in names}
     grid = next((entry[grids] for patches, grids, _ in GRIDS if patches == pixels and grids in entry), None)
     frames = entry.get("num_frames_per_video") if "video" in pixels else None
@@ -310,6 +331,11 @@ def _split(entry: Entry, pixels: str, placeholders: IntArray) -> list[Image] | N
         one = {key: value[None] if in_rows else value for key, value in one.items()}
         found.append(Image(int(own[0]), int(own[-1]) + 1, own, one))
     return found
+
+
+def _real(pixels: torch.Tensor) -> torch.Tensor:
+    """[texts * images] of pixels [texts, images, ...]: models leave out images of zeros, which pad a batch."""
+    return pixels.flatten(0, 1).flatten(1).any(1)
 
 
 def _placeholders_of(weights: IntArray | None, images: int, placeholders: IntArray) -> IntArray | None:
@@ -367,18 +393,23 @@ class SequenceMedia:
                 )
 
     def tokens(self, sequences: Sequence[IntArray]) -> list[IntArray]:
-        """The sequences with a number for each content of an image in the place of its placeholders.
+        """The sequences with a number for each content of an image, and the ids that stand for it, in the place of its
+        placeholders.
 
         Raises:
             ValueError: as :meth:`check`; token ids that leave no numbers for images.
         """
         self.check(sequences)
-        flat = [image for images in self.images for image in images]
-        content = iter(grouped([_sample(image.entry) for image in flat], [image.entry for image in flat]).tolist())
+        result = [np.array(tokens, np.int64) for tokens in sequences]
+        flat = [
+            (tokens[image.placeholders].tobytes(), image.entry)
+            for tokens, images in zip(result, self.images, strict=True)
+            for image in images
+        ]
+        content = iter(grouped([ids + _sample(entry) for ids, entry in flat], [entry for _, entry in flat]).tolist())
         first = max(int(tokens.max()) for tokens in sequences) + 1
         if first + len(flat) > MAX_TOKEN:
             raise ValueError(f"token ids go up to {first - 1}, expected at most {MAX_TOKEN - len(flat)} beside images")
-        result = [np.array(tokens, np.int64) for tokens in sequences]
         for tokens, images in zip(result, self.images, strict=True):
             for image in images:
                 tokens[image.placeholders] = first + next(content)

@@ -304,7 +304,7 @@ def pack(
         own = [token_tensor(f"prompts[{i}]", p) for i, p in enumerate(prompt_list)]
         answers = [token_tensor(f"responses[{i}]", r) for i, r in enumerate(response_list)]
         of_prompts = images.entries(media, [len(p) for p in own])
-        of_responses = _of_responses(response_media, [len(r) for r in answers])
+        of_responses = _of_responses(response_media, of_prompts, [len(r) for r in answers])
         return _pack_rollouts(own, answers, labels, group_ids, of_prompts, of_responses, device)
     if group_ids is not None:
         raise ValueError(
@@ -322,7 +322,7 @@ def pack(
     ]
     counts = np.array([len(group) for group in response_list], np.int64)
     of_prompts = images.entries(media, [len(p) for p in group_prompts])
-    of_responses = _of_responses(response_media, [len(r) for r in flat], counts.tolist())
+    of_responses = _of_responses(response_media, of_prompts, [len(r) for r in flat], counts.tolist())
     merged = _equal_prompts(group_prompts, of_prompts)
     if merged is None:
         return _assemble(group_prompts, flat, counts, labels, of_prompts, of_responses, device)
@@ -420,7 +420,7 @@ def pack_padded(
         cuts = np.stack([begin, begin + count], 1).reshape(-1)
         split.append(list(ids.reshape(-1).long().tensor_split(cuts.tolist())[1::2]))
     of_prompts = images.entries(media, [len(p) for p in split[0]], spans[0])
-    of_responses = _of_responses(response_media, [len(r) for r in split[1]], columns=spans[1])
+    of_responses = _of_responses(response_media, of_prompts, [len(r) for r in split[1]], columns=spans[1])
     batch = _pack_rollouts(split[0], split[1], labels, group_ids, of_prompts, of_responses, device)
     columns = np.array([span.start for span in spans[1]])
     return replace(batch, padded_width=response_ids.shape[1], _columns=columns)
@@ -458,7 +458,11 @@ def _is_grouped(responses: Sequence[Any], has_group_ids: bool) -> bool:
 
 
 def _of_responses(
-    media: Any, lens: list[int], counts: list[int] | None = None, columns: list[slice] | None = None
+    media: Any,
+    of_prompts: list[images.Named] | None,
+    lens: list[int],
+    counts: list[int] | None = None,
+    columns: list[slice] | None = None,
 ) -> list[images.Named] | None:
     """The media of all responses [N], with their images checked; `counts` are the responses of each group."""
     if media is None:
@@ -472,6 +476,7 @@ def _of_responses(
     found = images.entries(media, lens, columns, names)
     for named in found or []:
         images.images_of(*named)
+    images.check_placeholders([*(of_prompts or []), *(found or [])])
     return found
 
 

@@ -234,3 +234,31 @@ def test_media_of_sequences_that_do_not_fit(change: Any, error: type[Exception],
     for media in ([a], [[a], [b, None]], {"x": 1}):
         with pytest.raises((ValueError, TypeError), match=r"^response_media"):
             dualkv.pack([[3], [4]], [[first], [second]], response_media=media)
+
+
+def test_equal_images_of_other_placeholders() -> None:
+    """Tokens count beside content: each sequence keeps its own ids."""
+    entry = {"pixel_values": torch.ones(1, 3, 8, 8), "mm_token_type_ids": torch.tensor([0, 1, 1, 0])}
+    ids = [[5, IMAGE, 91, 6], [5, 91, IMAGE, 6]]
+    batch = dualkv.pack_sequences(ids, media=[entry, entry])
+    assert [x.tolist() for x in batch.unpack_sequences(batch.input_ids)] == ids
+
+
+def test_images_that_one_text_lacks_and_another_has_too_many() -> None:
+    """They add up to as many as there are placeholders in one packed row."""
+    draw = torch.Generator().manual_seed(2)
+    for family, message in (("InternVL", "3 images for 8"), ("Idefics3", "3 images for"), ("Gemma3", "3 images for")):
+        ids, even = turn(draw, family, ((1, 2, 2),) * 2)
+        dim = int("pixel_attention_mask" in even)
+        names = [name for name in even if "type_ids" not in name]
+        less = even | {name: even[name].narrow(dim, 0, 1) for name in names}
+        more = even | {name: torch.cat([even[name], less[name]], dim) for name in names}
+        for given in ({"media": [less, more]}, {"response_media": [less, more]}):
+            other = [torch.tensor([3])] * 2
+            texts = ([ids] * 2, other) if "media" in given else (other, [ids] * 2)
+            with pytest.raises(ValueError, match=message):
+                dualkv.pack(*texts, **given)
+        with pytest.raises(ValueError, match=rf"^response_media\[0\].*{message}"):
+            dualkv.pack([ids], [ids], media=[less], response_media=[more])
+        with pytest.raises(ValueError, match=rf"^media\[1\].*{message}"):
+            dualkv.pack_sequences([ids, ids], media=[less, more])
