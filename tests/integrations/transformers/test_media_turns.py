@@ -245,7 +245,7 @@ def test_equal_images_of_other_placeholders() -> None:
 
 
 def test_images_that_one_text_lacks_and_another_has_too_many() -> None:
-    """They add up to as many as there are placeholders in one packed row."""
+    """Test that they are refused, though they add up to as many as there are placeholders in one packed row."""
     draw = torch.Generator().manual_seed(2)
     for family, message in (("InternVL", "3 images for 8"), ("Idefics3", "3 images for"), ("Gemma3", "3 images for")):
         ids, even = turn(draw, family, ((1, 2, 2),) * 2)
