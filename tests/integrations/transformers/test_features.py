@@ -83,8 +83,8 @@ def test_compiled_in_one_graph(name: str) -> None:
 def test_enable_notices_a_window_that_is_off_by_one(name: str, off: int, monkeypatch: pytest.MonkeyPatch) -> None:
     read = masks.read
 
-    def other(mask: Any, selected: bool) -> masks.Visible | None:
-        found = read(mask, selected)
+    def other(mask: Any, selects: bool) -> masks.Visible | None:
+        found = read(mask, selects)
         return found and masks.Visible(*(size and size + off for size in found))
 
     monkeypatch.setattr(selfcheck, "_VERDICTS", {})
