@@ -252,11 +252,13 @@ class _Selection:
         """The model's own code for the rows of the chunk; visible: [c, n] of the keys of their path."""
         rows = slice(None) if self.chunk is None else self.chunk[0]
         layers = {self.indexer.layer_idx: SimpleNamespace(update_index=self._updated)}
-        named = {name: _cut(x, rows) for name, x in self.given.items()}
-        named["past_key_values"] = SimpleNamespace(update_indexer=self._updated, layers=layers)
+        takes = inspect.signature(type(self.indexer).forward).parameters
+        cache = "cache" if "cache" in takes else "past_key_values"  # transformers 5.24 renamed the argument
+        named = {name: _cut(x, rows) for name, x in self.given.items() if x is not self.indexer}
+        named[cache] = SimpleNamespace(update_indexer=self._updated, layers=layers)
         if "attention_mask" in named:
             named["attention_mask"] = None if visible is None else visible[None]
-        type(self.indexer).forward(**named)
+        type(self.indexer).forward(self.indexer, **named)
 
     def _updated(self, new: torch.Tensor, *_layer: int) -> torch.Tensor:
         """Note index keys [.., rows, d]; return those of the rows' path. It stands for the method of a cache."""
