@@ -183,8 +183,26 @@ def _enter_decoder(
     # With images, given positions are compared with the model's where the images are placed.
     given = None if packed.has_positions else kwargs.get("position_ids")
     position_ids = _positions(tokens, given, layout)
+    if given is None and (padding := layers.padding_before_positions(module)) is not None:
+        position_ids = _behind(padding, tokens, position_ids, name)
     changed = {"use_cache": False, "attention_mask": mask, "position_ids": position_ids, "dualkv": packed.of_layers}
     return args, {**kwargs, **changed}
+
+
+def _behind(padding: int, tokens: torch.Tensor, position_ids: torch.Tensor, name: str) -> torch.Tensor:
+    """The positions of RoBERTa's kin, which begin behind the padding's id and do not count tokens of that id.
+
+    Raises:
+        ValueError: such a token is among the tokens [1, t]; on a GPU an asynchronous assertion fails.
+    """
+    if not tokens.is_floating_point():
+        pads = (tokens == padding).any()
+        message = f"a token is {name}'s pad_token_id ({padding}), which its positions skip: leave padding out"
+        if pads.device.type != "cpu":
+            torch._assert_async(~pads, message)
+        elif pads:
+            raise ValueError(message)
+    return position_ids + padding + 1
 
 
 def _refuse_forgotten(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -110,6 +110,13 @@ def numbers_rows(cls: type[nn.Module]) -> bool:
     return code is not None and "arange" in code.co_names
 
 
+def padding_before_positions(decoder: nn.Module) -> int | None:
+    """The padding's id in a decoder that numbers the tokens of a sequence from this id on, by itself only (RoBERTa)."""
+    embeddings = (module for module in decoder.children() if hasattr(module, "create_position_ids_from_input_ids"))
+    found = next(embeddings, None)
+    return None if found is None else cast(int, found.padding_idx)
+
+
 def drops_arguments(cls: type[nn.Module]) -> bool:
     """Whether `cls.forward` takes further keyword arguments and never reads them."""
     forward = inspect.unwrap(cls.forward)

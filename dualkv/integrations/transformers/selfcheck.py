@@ -421,5 +421,6 @@ def randomize(model: nn.Module, seed: int) -> None:
                 parameter.copy_(noise)
             elif parameter.dim() > 1:
                 parameter.copy_(noise * 1.5 * max(parameter.shape[-2:]) ** -0.5)
-            else:  # biases and norms, which start at 1 or at 0
-                parameter.add_(noise * 0.2)
+            else:  # biases and norms, which start at 0 or at 1; scales, which start between, go by their start
+                low, high = (float(x) for x in parameter.aminmax()) if parameter.numel() else (1.0, 1.0)
+                parameter.add_(noise * 0.2 * (low if 0.01 < low == high < 1 else 1.0))

@@ -72,6 +72,8 @@ THRESHOLDS = re.compile(
 # Fields of rules that give a layer's kind by its index: every n-th layer, or all layers from the n-th on.
 PERIOD = re.compile(r".*(_period|_interval|_sparse_step|_every_n_layers|_layer_step|sliding_window_pattern)$")
 FIRST = re.compile(r"(first_k_dense_replace|num_dense_layers|moe_layer_start_index|max_window_layers)$")
+# Fields that cut the layers of Dory into a beginning, layers that run several times, and an end.
+SECTIONS = ("n_input_layers", "n_recurrent_layers", "n_output_layers")
 
 
 def shrink(config: Config, *, thresholds: bool = True, sizes: Sizes = SELF_CHECK) -> Config:
@@ -167,6 +169,9 @@ def _shrink_layers(config: PreTrainedConfig, most: int) -> None:
 
     for name in _fields(config, DEPTH):
         setattr(config, name, len(keep))
+    if len(keep) > 2 and all(name in vars(config) for name in SECTIONS):
+        for name, value in zip(SECTIONS, (1, len(keep) - 2, 1), strict=True):
+            setattr(config, name, value)
     for name, value in per_layer.items():
         setattr(config, name, type(value)(value[i] for i in keep))
     for name, value in numbers.items():

@@ -117,6 +117,14 @@ def test_models_that_cannot_be_packed_are_refused(case: str) -> None:
     assert hooks(model) == 0
 
 
+def test_padding_that_positions_skip_is_refused() -> None:
+    model = enable(tiny("Roberta", is_decoder=True, pad_token_id=1))
+    ids = token_ids(LAYOUT).clone()
+    ids[0, -1] = 1
+    with pytest.raises(ValueError, match=r"^a token is RobertaModel's pad_token_id \(1\), which its positions skip"):
+        model(ids, dualkv=LAYOUT)
+
+
 @pytest.mark.parametrize("given", [None, 1, "yes"])
 def test_deterministic_is_a_bool(given: Any) -> None:
     with pytest.raises(TypeError, match=f"deterministic is a {type(given).__name__}, expected True or False"):

@@ -50,6 +50,7 @@ MIXERS: dict[str, tuple[str, ...]] = {
     "Qwen3_5GatedDeltaNet": (CONV, DELTA),
     "Qwen3_5MoeGatedDeltaNet": (CONV, DELTA),
     "OlmoHybridGatedDeltaNet": (CONV, DELTA),
+    "LaraMiniGatedDeltaNet": (CONV, DELTA),
     "KimiLinearDeltaAttention": (CONV, KDA),
     "BailingHybridDeltaAttention": (CONV, KDA),
     "NemotronHMamba2Mixer": (CONV, MAMBA2, FUSED),
