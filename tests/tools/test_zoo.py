@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 transformers = pytest.importorskip("transformers")
 
-from dualkv.integrations.transformers import selfcheck  # noqa: E402
+from dualkv.integrations.transformers import layers, selfcheck  # noqa: E402
 from tools import filed, tables, zoo  # noqa: E402
 
 SAMPLE = {
@@ -26,8 +26,8 @@ SAMPLE = {
     "nemotron": zoo.EXACT,  # layers that hand no keyword arguments on
     "fuyu": zoo.EXACT,  # a model that numbers rows for its decoder
     "exaone4_5": zoo.EXACT,  # the same, with images that run
-    "kosmos-2.5": zoo.REFUSED,  # by the self-check
-    "bert": zoo.REFUSED,
+    "kosmos-2.5": zoo.EXACT,  # positions behind the padding's id
+    "bloom": zoo.REFUSED,
 }
 
 
@@ -41,10 +41,22 @@ def test_sample(kind: str, one_thread: None) -> None:
 
 
 def test_what_the_self_check_would_miss_is_wrong(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+    monkeypatch.setattr(layers, "padding_before_positions", lambda _: None)
+    monkeypatch.setattr(selfcheck, "_VERDICTS", {})
+    assert zoo.examine("kosmos-2.5")["outcome"] == zoo.REFUSED
     monkeypatch.setattr(selfcheck, "check", lambda *_: None)
     found = zoo.examine("kosmos-2.5")
     assert found["outcome"] == zoo.WRONG
     assert found["error"] > 100 * zoo.BOUND
+
+
+def test_types_without_a_layer_of_their_kind_are_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The defaults of some configurations have none of the layers that are the reason for the type."""
+    monkeypatch.setattr(zoo, "SETTINGS", {})
+    for kind, layer in {"lfm2": "Lfm2ShortConv", "minimax_m3_vl_text": "MiniMaxM3VLIndexer"}.items():
+        found = zoo.examine(kind)
+        assert found["outcome"] == zoo.NOT_BUILT
+        assert layer in found["reason"]
 
 
 def test_gradients_are_compared_too(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
