@@ -63,6 +63,14 @@ def _is_integer(x: torch.Tensor) -> bool:
     return not (x.dtype == torch.bool or x.is_floating_point() or x.is_complex())
 
 
+def to_device(x: torch.Tensor, device: torch.device | str | int) -> torch.Tensor:
+    """Return `x` on a device. A copy from the host to a GPU runs in the current stream; the host does not wait."""
+    device = torch.device(device)
+    if device.type != "cuda" or x.device.type != "cpu":
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
+
+
 def int_array(name: str, values: Lengths) -> IntArray:
     """`values` as a 1-D int64 array; TypeError or ValueError for others."""
     if isinstance(values, torch.Tensor):

@@ -13,11 +13,12 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 
+from dualkv.arrays import outside_inference_mode, to_device
 from dualkv.data.memory import heads_at_once
 from dualkv.data.parts import TreePart
 from dualkv.layout import Layout
@@ -344,10 +345,11 @@ class Branch(PackedRows):
         """[num_tokens] int64, on the host: the packed rows of the batch."""
         return torch.from_numpy(self.part.rows)
 
-    @property
+    @cached_property
+    @outside_inference_mode
     def position_ids(self) -> torch.Tensor:
         """[num_tokens] int64: the position of each own row in its sequence."""
-        return self.layout.position_ids[self.part.path_rows :]
+        return to_device(torch.from_numpy(self.part.positions), self.part.device)
 
     @property
     def kept_bytes(self) -> int:

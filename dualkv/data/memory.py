@@ -13,15 +13,14 @@ import numpy as np
 
 from dualkv.data.gain import PAIRS_A_ROW
 
-# Rows of projections and MLP, forward. Fitted to walks of 2,000 to 14,000 rows a part on an H200 (Qwen3-8B, 8 layers,
-# transformers' eager layers), which they met within 6 %. Of docs/results/walk-*-h200.json, measured since with less
-# copying, a row of layers takes 5.7 to 6.0 us, of a small tree 5 us. A pass seems to count too much: at 24,576 with the
-# head these chose three recomputed parts (3.03 s), where 26 small ones had taken 2.85 s.
+# Rows of projections and MLP, forward. Fitted to docs/results/walk-*-h200.json (Qwen3-8B, 8 layers, transformers' eager
+# layers; walks, and passes of whole groups and trees), which they meet within 5 % at 6.2 us a row and 4 ms a pass that
+# has a head.
 BACKWARD = 2.0  # of a row
-ATTENTION, ATTENTION_BACKWARD = 0.6, 1.95  # of as many FLOP as a row's products; the backward computes five for two
-PATH_ROW = 0.005  # a forward copies keys and values of each row of its path, and as many rows without queries
-PASS, PASS_BACKWARD = 2900, 1300  # a backward adds to the gradients of all weights
-LEAST_PASS = 6000  # of a forward: the host launches as many kernels for few rows
+ATTENTION, ATTENTION_BACKWARD = 0.7, 2.0  # of as many FLOP as a row's products; the backward computes five for two
+PATH_ROW = 0.002  # a forward copies keys and values of each row of its path, and as many rows without queries
+PASS_BACKWARD = 2300  # adds to the gradients of all weights
+LEAST_PASS = 3700  # of a forward: the host launches as many kernels for few rows
 ROWS_AT_ONCE = 32768  # of all KV heads, for which the backward of attention behind a path makes room at a time
 
 
@@ -137,4 +136,4 @@ class Memory:
 
     def forward_time(self, path: int, own: int, pairs: float) -> float:
         """Estimate the time of one forward of a part."""
-        return max(own + ATTENTION * pairs / self.row.pairs + PATH_ROW * path + PASS, LEAST_PASS)
+        return max(own + ATTENTION * pairs / self.row.pairs + PATH_ROW * path, LEAST_PASS)

@@ -62,6 +62,11 @@ class TreePart:
     def device(self) -> torch.device:
         return self.batch.device
 
+    @property
+    def positions(self) -> IntArray:
+        """[t] the position of each own row in its sequence."""
+        return self.seen._segments.position[self.path_rows :]
+
     @cached_property
     def seen(self) -> Layout:
         """The layout of the path's rows, which have no queries, and of the part's own rows."""
@@ -219,6 +224,18 @@ class Fitting(NamedTuple):
     def rows(self) -> int:
         """The most rows that a part has."""
         return max(len(part.rows) for part in self.parts)
+
+    def __str__(self) -> str:
+        sizes: dict[tuple[bool, bool], list[int]] = {}
+        for part in self.parts:
+            sizes.setdefault((part.is_trunk, part.keeps_all), []).append(len(part.rows))
+        said = []
+        for (is_trunk, keeps_all), rows in sizes.items():
+            span = f"{min(rows):,}" if min(rows) == max(rows) else f"{min(rows):,} to {max(rows):,}"
+            what = f"trunk{'s' * (len(rows) > 1)}" if is_trunk else f"part{'s' * (len(rows) > 1)} behind them"
+            how = "keep all layers" if keeps_all else "recompute layers"
+            said.append(f"{len(rows)} {what} of {span} rows {how}")
+        return f"{', '.join(said)}, in {self.bytes / 2**30:.2f} GiB"
 
 
 def fitting(batch: PackedSequences, memory: Memory, values_first: bool = False, least: int = 1) -> Fitting | None:

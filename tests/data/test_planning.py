@@ -32,7 +32,7 @@ def ways(made: dualkv.MemoryPlan) -> list[str]:
 
 
 def test_each_way_where_it_takes_the_least_time(monkeypatch):
-    for name in ("PASS", "PASS_BACKWARD", "LEAST_PASS"):  # as if all lengths were larger
+    for name in ("PASS_BACKWARD", "LEAST_PASS"):  # as if all lengths were larger
         monkeypatch.setattr(memory, name, getattr(memory, name) / 128)
     long = group(1600, [100] * 8)
     made = plan(long, 1800)
@@ -138,6 +138,30 @@ RECORDED = [  # rows of trunks, own rows of the largest part, whether layers kee
 def test_bytes_of_a_pass_are_those_recorded(prompt, own, keeps_all, has_head, peak):
     limit = Memory(1, LAYERS._replace(head=HEAD))
     assert limit.of_pass(prompt, prompt, own, keeps_all, has_head) == pytest.approx(peak, rel=0.015)
+
+
+WALKED = [  # rows of trunks, of a part, whether layers keep all, seconds of layers
+    (24576, 8192, False, 2.734),
+    (24576, 4096, False, 2.891),
+    (24576, 2048, True, 2.567),
+    (28672, 8192, False, 3.103),
+    (28672, 2048, True, 2.958),
+]
+
+
+@pytest.mark.parametrize(("prompt", "own", "keeps_all", "seconds"), WALKED)
+def test_times_of_walks_are_those_recorded(prompt, own, keeps_all, seconds):
+    parts = plan_parts(dualkv.pack_sequences(*_of_shape(prompt, 16, 2048)), own)
+    found = costed(parts, Memory(2**62, LAYERS), keeps_all)
+    assert 6.2e-6 * found.time == pytest.approx(seconds, rel=0.03)
+
+
+def test_small_parts_that_keep_all_beside_a_few_that_recompute():
+    """The record with the head has 2.85 s of 26 such parts, and 3.03 s of three recomputed ones."""
+    batch = dualkv.pack_sequences(*_of_shape(24576, 16, 2048))
+    found = fitting(batch, Memory(13.3e9, LAYERS._replace(kv_heads=8, head=HEAD)))
+    assert all(part.keeps_all for part in found.parts)
+    assert 16 <= len(found.parts) <= 30
 
 
 @pytest.mark.parametrize(

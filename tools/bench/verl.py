@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import statistics
 import sys
@@ -36,12 +37,10 @@ from accelerate import init_empty_weights
 from tensordict import NonTensorData, TensorDict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.initialization import no_init_weights
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoModelForCausalLM
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_id, get_device_name, get_torch_device
+from verl.utils.device import get_device_name, get_torch_device
 from verl.utils.flops_counter import FlopsCounter, get_device_flops
 from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
 from verl.workers.engine.fsdp import transformer_impl
@@ -54,6 +53,8 @@ from dualkv.integrations.verl import MODEL_TYPE, work
 from dualkv.integrations.verl.balance import rollouts_by_tag
 from dualkv.models import CONFIGS
 from tools.bench import ragged, stock_attention, ulysses, verl_options
+from tools.bench.profiled import write_profile
+from tools.bench.random_weights import random_model, random_shards, save_config
 from tools.bench.record import JsonPath, Record
 from tools.bench.verl_options import Algorithm, Engine
 
@@ -114,50 +115,7 @@ class Settings(Common):
 
 
 Kind = TypeVar("Kind", bound=Common)
-
-
-def save_config(model: str, layers: int | None, folder: Path) -> Any:
-    """The configuration of a named model, saved for veRL to read."""
-    settings = dict(CONFIGS[model])
-    if layers is not None:
-        settings["num_hidden_layers"] = layers
-    kind = settings.pop("model_type")
-    config = AutoConfig.for_model(kind, **settings)
-    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
-    config.save_pretrained(folder)
-    return config
-
-
-def random_model(*_: Any, config: Any, torch_dtype: torch.dtype, **__: Any) -> Any:
-    """Replace `AutoModelForCausalLM.from_pretrained`: one block of random numbers, repeated, for every weight.
-
-    Random numbers for billions of weights would take minutes, and the time of an update does not depend on them.
-    """
-    with no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch_dtype)
-    block = torch.randn(1 << 20, dtype=torch_dtype, generator=torch.Generator().manual_seed(0)) * 0.02
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.is_meta:  # the first rank sends its own
-                continue
-            if "norm" in name:
-                weight.fill_(1)
-                continue
-            for part in weight.view(-1).split(len(block)):
-                part.copy_(block[: len(part)])
-    return model
-
-
-def random_shards(module: torch.nn.Module, *_: Any) -> None:
-    """Replace `fsdp2_load_full_state_dict`: each rank makes its share of the weights where it belongs."""
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    module.to_empty(device=get_device_id())
-    with torch.no_grad():
-        for name, weight in module.named_parameters():
-            local = weight.to_local() if isinstance(weight, DTensor) else weight
-            local.fill_(1) if "norm" in name else local.normal_(0, 0.02)
-        for name, buffer in module.named_buffers():
-            buffer.copy_(buffers[name])
+Check = Callable[[Any, Any], dict[str, Any]]  # of settings and a worker
 
 
 PATCHED: dict[Any, tuple[dict[str, Any], Any]] = {}
@@ -380,11 +338,11 @@ def claim_memory() -> None:
         torch.empty(max(torch.cuda.mem_get_info()[0] - RESERVE, 0), dtype=torch.uint8, device="cuda")
 
 
-def measure(s: Common, worker: Any, fresh: bool) -> dict[str, Any]:
+def measure(s: Common, worker: Any, fresh: bool, profile: Path | None = None) -> dict[str, Any]:
     """Updates on the ranks of the default process group, each of all rollouts; the same figures on every rank.
 
     Before a fresh worker is measured it makes one update of a few rollouts, and its allocator takes the memory that is
-    free, as it would have after some updates.
+    free, as it would have after some updates. `profile` gets the first rank's profile of one more update.
     """
     set_loss(worker, s)
     engine, ranks = worker.engine, worker.engine.get_data_parallel_size()
@@ -420,13 +378,18 @@ def measure(s: Common, worker: Any, fresh: bool) -> dict[str, Any]:
         update(len(data))
     device.reset_peak_memory_stats()
     seconds = [update(len(data)) for _ in range(s.updates)]
+    peak_gib = device.max_memory_allocated() / 2**30
     means = {
         name: float(torch.tensor(values).float().mean())
         for name, values in metrics.items()
         if name in ("mfu", "grad_norm") or name.startswith("dualkv/")
     }
     of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, (device.max_memory_allocated() / 2**30, means))
+    dist.all_gather_object(of_ranks, (peak_gib, means))
+    if profile is not None and dist.get_rank() == 0:
+        write_profile(lambda: update(len(data)), profile)
+    elif profile is not None:
+        update(len(data))
 
     prompt_lens, response_lens = (data[name].offsets().diff().tolist() * ranks for name in ("prompts", "responses"))
     rollouts = rollouts_by_tag(list(range(len(prompt_lens))), prompt_lens, response_lens)  # shared tokens do not count
@@ -446,7 +409,8 @@ def measure_all(
     rows: Sequence[Kind],
     build: Callable[[Kind], Any],
     distance_on: list[str] | None = None,
-    check: Callable[[Kind, Any], dict[str, Any]] = lambda *_: {},
+    check: Check = lambda *_: {},
+    profile: Path | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Settings and figures of each row, or why it failed; neighbours that can share a worker do.
 
@@ -454,7 +418,7 @@ def measure_all(
 
     `distance_on` names traces: their rows get the distance of gradients from the gradients of veRL's own engine in
     fp32, by norms, before the worker makes any step, with that engine's old log-probs. The host keeps the gradients in
-    fp32.
+    fp32. `profile` is a folder, which gets a file of each row.
     """
     worker: Any = None
     of: Kind | None = None
@@ -469,7 +433,7 @@ def measure_all(
             old[name] = log_probs_on(replace(first, trace=name), worker)
             exact[name] = gradients_on(replace(first, trace=name), worker, old[name], True)
         worker = None
-    for s in rows:
+    for number, s in enumerate(rows):
         start = time.perf_counter()
         try:
             fresh = of is None or not s.same_worker(of)
@@ -486,7 +450,7 @@ def measure_all(
                     name: apart(gradients_on(replace(s, trace=name), worker, old[name]), wanted)
                     for name, wanted in exact.items()
                 }
-            found = measure(s, worker, fresh) | checked
+            found = measure(s, worker, fresh, None if profile is None else profile / f"{number}.txt") | checked
             if s.trace in distances:
                 found["gradients_from_fp32"] = distances[s.trace]
             found |= {"build_seconds": built - start, "measure_seconds": time.perf_counter() - built}
@@ -540,13 +504,23 @@ def summary(figures: dict[str, Any]) -> str:
     )
 
 
-def run(listed: list[Kind], json_to: Path, *how: Any) -> None:
+def run(
+    listed: list[Kind],
+    json_to: Path,
+    build: Callable[[Kind], Any],
+    distance_on: list[str] | None = None,
+    check: Check = lambda *_: {},
+    profile: Path | None = None,
+) -> None:
     """Measures rows on the ranks that torchrun started (:func:`measure_all`); the first rank prints and writes."""
     if get_device_name() == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if get_device_name() == "cuda" else "gloo")
     record, done = Record(json_to, get_device_name() == "cuda"), list[dict[str, Any]]()
-    for figures in measure_all(listed, *how):
+    if profile is not None:
+        logging.basicConfig(level=logging.INFO)  # what walks log of their plans
+        profile.mkdir(parents=True, exist_ok=True)
+    for figures in measure_all(listed, build, distance_on, check, profile):
         done.append(figures)
         if dist.get_rank() == 0:
             record.write({"rows": done})
@@ -594,13 +568,17 @@ def main(
         list[str] | None, typer.Option(help="Compare gradients with fp32 on these traces, of which there are rows.")
     ] = None,
     rows: verl_options.Rows = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Folder for profiles of one more update of each row, as text.")
+    ] = None,
 ) -> None:
     """Measure policy updates of one engine; the first rank prints and writes the figures."""
-    given = {name: value for name, value in locals().items() if name not in ("json_to", "rows", "distance")}
+    of_run = "json_to", "rows", "distance", "profile"
+    given = {name: value for name, value in locals().items() if name not in of_run}
     listed = [settings_of(given | row, Settings) for row in (json.loads(rows.read_text()) if rows else [{}])]
     if unknown := sorted({*(distance or [])} - {s.trace for s in listed if s.trace}):
         raise typer.BadParameter(f"--distance is {', '.join(unknown)}, expected traces of rows")
-    run(listed, json_to, build, distance)
+    run(listed, json_to, build, distance, profile=profile)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ from verl.workers.engine_workers import TrainingWorker
 from dualkv.integrations.megatron import enable
 from dualkv.integrations.verl import MODEL_TYPE
 from tools.bench import stock_attention, verl, verl_options
+from tools.bench.random_weights import save_config
 from tools.bench.record import JsonPath
 from tools.bench.verl_options import Algorithm, Engine
 
@@ -151,7 +152,7 @@ def build(s: Settings) -> Any:
         lr=s.learning_rate, total_training_steps=100, lr_warmup_steps=0, lr_decay_style="constant"
     )
     with tempfile.TemporaryDirectory() as folder, ExitStack() as patches:
-        verl.save_config(s.model, s.layers, Path(folder))
+        save_config(s.model, s.layers, Path(folder))
         patches.enter_context(local_layers())
         # The weights stay those that megatron-core drew.
         patches.enter_context(mock.patch.object(Bridge, "load_weights"))

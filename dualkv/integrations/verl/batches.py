@@ -18,6 +18,7 @@ from verl.utils.device import get_device_id, get_torch_device
 from verl.utils.flops_counter import FlopsCounter, get_device_flops
 from verl.workers.config import ActorConfig, CriticConfig
 
+from dualkv.arrays import to_device
 from dualkv.integrations import losses
 from dualkv.integrations.transformers.masks import by_config
 from dualkv.integrations.verl import data as verl_data
@@ -60,7 +61,7 @@ class HeadRows:
         return cls(rows, values)
 
     def to(self, device: torch.device) -> HeadRows:
-        return HeadRows(self.rows.to(device), self.values.to(device))
+        return HeadRows(to_device(self.rows, device), to_device(self.values, device))
 
 
 class PacksBatches:

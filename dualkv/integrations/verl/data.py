@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
-from dualkv.arrays import IntArray, positions
+from dualkv.arrays import IntArray, positions, to_device
 from dualkv.data.gain import if_it_pays
 from dualkv.data.media import OF_TOKENS, SequenceMedia, entries, grouped
 from dualkv.data.trees import tree_rows, tree_tokens
@@ -280,14 +281,37 @@ class PackedRollouts:
         Rollouts that share a row all get its value. Rows that predict no response token are NaN, so that a loss which
         reads them shows it: veRL's own losses take the rows of responses.
         """
-        return self.tokens_to_sequences(values[self.value.to(values.device)], sequences)
+        return self.tokens_to_sequences(values[to_device(self.value, values.device)], sequences)
 
     def tokens_to_sequences(self, values: torch.Tensor, sequences: Any) -> torch.Tensor:
         """:meth:`to_sequences` of values [M, ...], one for each response token."""
         total = int(sequences.values().shape[0])
         whole = values.new_full((total, *values.shape[1:]), torch.nan)
-        whole = whole.index_copy(0, self.sequence_rows.to(values.device), values)
+        whole = whole.index_copy(0, to_device(self.sequence_rows, values.device), values)
         return torch.nested.nested_tensor_from_jagged(whole, sequences.offsets())
+
+
+def on_device(data: TensorDict, device: Any) -> TensorDict:
+    """Copy a micro-batch to a device. Unlike :meth:`TensorDict.to` this does not wait for what runs there."""
+    copies: dict[int, torch.Tensor] = {}  # of offsets, which nested tensors that share them share there too
+
+    def copy(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        if not x.is_nested:
+            return to_device(x, device)
+        if x.dim() != 2:  # positions of models that see images, which have more rows
+            return x.to(device)
+        nested: Any = x
+        offsets = nested.offsets()
+        if id(offsets) not in copies:
+            copies[id(offsets)] = to_device(offsets, device)
+        lengths = {"min_seqlen": nested._maybe_min_seqlen, "max_seqlen": nested._maybe_max_seqlen}
+        return torch.nested.nested_tensor_from_jagged(
+            to_device(nested.values(), device), copies[id(offsets)], **lengths
+        )
+
+    return TensorDict({name: copy(x) for name, x in data.items()}, batch_size=data.batch_size, device=device)
 
 
 def pack(data: Any, rollouts: Rollouts) -> PackedRollouts:

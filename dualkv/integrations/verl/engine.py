@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -32,11 +33,13 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
     Qwen3_5MoeTextModel,
 )
 from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id, get_device_name
 from verl.utils.metric import Metric
 from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import postprocess_batch_func
 
+from dualkv.arrays import to_device
 from dualkv.branches import Branch
 from dualkv.canary import Compared, picked
 from dualkv.data.memory import RowCosts
@@ -47,7 +50,7 @@ from dualkv.integrations.verl import canary, walked
 from dualkv.integrations.verl import data as verl_data
 from dualkv.integrations.verl.batches import MODEL_TYPE, HeadRows, PacksBatches, packed_parts, temperatures
 from dualkv.integrations.verl.data import PackedRollouts, Rollouts
-from dualkv.integrations.verl.walked import WalksBatches
+from dualkv.integrations.verl.walked import PartRows, WalksBatches
 from dualkv.layout import Layout
 from dualkv.packed_rows import PackedRows
 from dualkv.sequence_parallel import Shard, padded
@@ -248,6 +251,7 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
             self._running = Running(packed)
             try:
                 with torch.profiler.record_function(f"micro_batch{number}"):  # veRL's name of it in a trace
+                    micro_batch = verl_data.on_device(micro_batch, get_device_id())
                     output = self._run(micro_batch, loss_function, forward_only, number == len(parts) - 1)
             finally:
                 self._running = None
@@ -287,17 +291,35 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
         return output
 
     def _forward_part(
-        self, branch: Branch, packed: PackedRollouts, micro_batch: TensorDict, loss_function: Callable[..., Any] | None
+        self, part: PartRows, branch: Branch, loss_function: Callable[..., Any] | None
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """veRL's loss and output of a part of a walk."""
-        self._running = Running(packed, branch)
+        """veRL's loss and output of a part of a walk; zero where the part has no values."""
+        self._running = Running(part.packed, branch)
+        forward_only = not torch.is_grad_enabled()
         try:
-            found: tuple[torch.Tensor, dict[str, Any]] = self.forward_step(
-                micro_batch, loss_function=loss_function, forward_only=not torch.is_grad_enabled()
-            )
+            if part.has_values:
+                found = self.forward_step(part.micro_batch, loss_function=loss_function, forward_only=forward_only)
+            else:
+                found = self._forward_without_values(part.micro_batch), {}
         finally:
             self._running = None
         return found
+
+    def _forward_without_values(self, micro_batch: TensorDict) -> torch.Tensor:
+        """Run the model on rows of which no value is taken. Returns zero, with a graph of the model's outputs, because
+        FSDP2 reduces only gradients that exist. Unlike `forward_step` this does not wait for the GPU."""
+        inputs, _ = self.prepare_model_inputs(micro_batch)
+        with self._autocast():
+            output = self.module(**inputs, use_cache=False)
+        if not torch.is_grad_enabled() and (head := self._sharded_head()) is not None:
+            head.reshard()
+        with_graph = [x for x in output.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+        return torch.stack([x.flatten()[:0].float().sum() for x in with_graph]).sum() if with_graph else torch.zeros(())
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """Make the autocast of veRL's forward."""
+        dtype = self._autocast_dtype
+        return nullcontext() if dtype == torch.float32 else torch.autocast(get_device_name(), dtype)
 
     def forward_of(self, micro_batch: TensorDict, packed: PackedRollouts | None) -> dict[str, Any]:
         """The output of a forward: of packed rollouts, or as veRL computes them."""
@@ -317,36 +339,42 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
         if running is None:
             return super().prepare_model_inputs(micro_batch)
         packed = running.packed
-        device = micro_batch["input_ids"].device
-        of_rows = packed.layout.to(device)
-        rows = _as_sequences(micro_batch, packed.input_ids.to(device), of_rows.offsets.to(device, torch.int64))
-        of_images = None if packed.position_ids is None else packed.position_ids.to(device)
-        of_text = of_rows.position_ids if running.branch is None else running.branch.position_ids
+        # veRL prepares the rows on the host, where nothing waits for the GPU, which still runs the micro-batch before.
+        device, on_host = micro_batch["input_ids"].device, packed.layout
+        rows = _as_sequences(micro_batch, packed.input_ids, on_host.offsets.to(torch.int64))
+        of_images = packed.position_ids
+        of_text = on_host.position_ids
+        if running.branch is not None:
+            of_text = torch.from_numpy(running.branch.part.positions)
         rows["position_ids"] = torch.nested.nested_tensor_from_jagged(
             of_text if of_images is None else of_images,
             rows["input_ids"].offsets(),
             jagged_dim=1 if of_images is None else 2,
         )
-        tu.assign_non_tensor(rows, temperature=temperatures(micro_batch["temperature"], packed))
+        temperature = temperatures(micro_batch["temperature"], packed)
+        if isinstance(temperature, torch.Tensor):
+            temperature = temperature.cpu()
+        tu.assign_non_tensor(rows, temperature=temperature)
         inputs, outputs = super().prepare_model_inputs(rows)
 
         # veRL pads to a bucket, and then to a multiple of the number of sequence-parallel ranks.
-        bucket = self._get_packed_pad_size(of_rows.num_tokens)
-        layout = padded(padded(of_rows, bucket), outputs["pad_size"] - bucket)
+        bucket = self._get_packed_pad_size(on_host.num_tokens)
+        layout = padded(padded(on_host.to(device), bucket), outputs["pad_size"] - bucket)
         shard = Shard(layout, self.ulysses_parallel_group if self.use_ulysses_sp else None)
         of_batch = shard if self.use_ulysses_sp else layout
         running.layout = running.branch or of_batch
         if packed.labels is not None:
-            outputs["input_ids_rmpad_rolled"] = packed.labels.to(device)
+            outputs["input_ids_rmpad_rolled"] = packed.labels
+        inputs = {name: to_device(x, device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
         if of_images is not None:
             running.layout = Placed(of_batch, shard.split(inputs["position_ids"][1:], 2))
-        inputs.update({name: value.to(device) for name, value in packed.media.items()})
+        inputs.update({name: to_device(value, device) for name, value in packed.media.items()})
         if self._splits_itself and inputs["input_ids"].shape[1] > shard.num_tokens:
             running.unsplit = shard
         head = HeadRows.of(packed.head_rows, shard.rank, shard.num_tokens, shard.world_size)
         running.head = head.to(device)
         for name in ("input_ids_rmpad_rolled", "temperature_rmpad"):
-            outputs[name] = outputs[name][running.head.rows]
+            outputs[name] = to_device(outputs[name][head.rows], device)
         outputs["pad_size"] = 0
         for name in ("cu_seqlens", "cu_seqlens_cpu"):  # of packed rows as sequences, for veRL's layers of Qwen3.5
             inputs.pop(name, None)
@@ -367,9 +395,8 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
         assert running.head is not None
         sequences = micro_batch["input_ids"]
         computed = len(running.head.rows) * self.ulysses_sequence_parallel_size
-        rows = _as_sequences(
-            micro_batch, sequences.values().new_zeros(computed), torch.tensor([0, computed], device=sequences.device)
-        )
+        offsets = to_device(torch.tensor([0, computed]), sequences.device)
+        rows = _as_sequences(micro_batch, sequences.values().new_zeros(computed), offsets)
         values = super().prepare_model_outputs(output, output_args, rows, logits_processor_func)
         for name, nested in values.items():
             values[name] = running.packed.to_sequences(nested.values()[running.head.values], sequences)

@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_id, get_device_name
+from verl.utils.device import get_device_id
 from verl.workers.engine.utils import detach_tree
 
-from dualkv.arrays import IntArray, positions
+from dualkv.arrays import IntArray, positions, to_device
 from dualkv.branches import Branch
 from dualkv.data.memory import Memory, RowCosts
 from dualkv.data.parts import Fitting, TreePart, fitting
@@ -82,7 +82,7 @@ class PartRollouts(PackedRollouts):
 
     def to_sequences(self, values: torch.Tensor, sequences: Any) -> torch.Tensor:
         """values [U, ...] -> [m, ...]."""
-        return values[self.value.to(values.device)]
+        return values[to_device(self.value, values.device)]
 
 
 def of_ids(ids: torch.Tensor) -> PartRollouts:
@@ -169,6 +169,24 @@ class Unit:
         )  # fmt: skip
 
 
+class PartRows(NamedTuple):
+    """A pass of a part, as the engine runs it.
+
+    Attributes:
+        packed: its rows.
+        micro_batch: on the device; of rollouts whose loss the pass computes, or settings alone.
+        has_values: whether values of some rows are taken.
+        members: the rollouts whose loss the pass computes, as indices in the unit.
+        tokens: the response tokens whose values it computes, or takes gradients of, where no rollout is whole.
+    """
+
+    packed: PackedRollouts
+    micro_batch: TensorDict
+    has_values: bool = False
+    members: IntArray = NONE
+    tokens: IntArray = NONE
+
+
 class Planned(NamedTuple):
     """The plan of a batch of which some trees are walked, on this rank or on others.
 
@@ -202,7 +220,7 @@ def _unit(
 ) -> Unit:
     packed = verl_data.pack(micro_batch, rollouts)
     none = np.zeros(0, np.int64)
-    ids = packed.input_ids[None].to(device)
+    ids = to_device(packed.input_ids[None], device)
     batch = PackedSequences(ids, packed.layout.to(device), none, none, none > 0)
     p, r = rollouts.prompt_lens, rollouts.response_lens
     of_token = np.repeat(np.arange(len(r)), r)
@@ -231,7 +249,9 @@ def _unit(
         uncut = fitting(batch, memory, least=int(r.max()) + 1)
         if uncut is not None and uncut.time <= found.time + batch.layout.num_tokens:
             other = made(uncut)
-            unit = other if other.whole else unit
+            unit, found = (other, uncut) if other.whole else (unit, found)
+    if len(unit.parts) > 1:
+        logger.info("dualkv: rollouts %d to %d run in parts: %s", chosen.min(), chosen.max(), found)
     return unit
 
 
@@ -251,20 +271,41 @@ class Values:
         """Take the values [m] of tokens of one part."""
         for name, x in found.items():
             into = self.of.setdefault(name, x.new_zeros(total, *x.shape[1:]))
-            into[torch.from_numpy(tokens).to(x.device)] = x
+            into[to_device(torch.from_numpy(tokens), x.device)] = x
 
     def carry(self, tokens: IntArray) -> Callable[..., Any]:
-        """Make the loss of a part that has these gradients; of no tokens: zero, which FSDP2 must see."""
+        """Make the loss of a part that has these gradients."""
 
         def loss(model_output: dict[str, torch.Tensor], data: Any, dp_group: Any = None) -> Any:
             shares = []
             for name, x in model_output.items():
                 gradient = self.gradients.get(name)
-                own = 0.0 if gradient is None else gradient[torch.from_numpy(tokens).to(x.device)]
+                own = 0.0 if gradient is None else gradient[to_device(torch.from_numpy(tokens), x.device)]
                 shares.append((x * own).sum())
             return torch.stack([share.float() for share in shares]).sum(), {}
 
         return loss
+
+
+def _rows_of(one: Pass, unit: Unit | None, one_rollout: TensorDict) -> PartRows:
+    """Make the rows of a pass.
+
+    Args:
+        unit: None for an empty pass.
+        one_rollout: on the device, for the settings of passes without values.
+    """
+    if unit is None:
+        return PartRows(of_ids(torch.zeros(1, dtype=torch.int64)), one_rollout)
+    members = unit.members(one.part) if unit.whole and one.is_last else NONE
+    tokens = unit.tokens_of(one.part) if not unit.whole and one.is_last else NONE
+    if len(members):
+        micro_batch = tu.index_select_tensor_dict(unit.micro_batch, members.tolist())
+        packed = unit.of_part(one.part, members)
+        return PartRows(packed, verl_data.on_device(micro_batch, get_device_id()), True, members)
+    if len(tokens):
+        micro_batch = verl_data.on_device(unit.micro_batch, get_device_id())
+        return PartRows(unit.of_part(one.part, None), micro_batch, True, tokens=tokens)
+    return PartRows(of_ids(unit.ids_of(one.part)), one_rollout)
 
 
 class WalksBatches:
@@ -316,9 +357,10 @@ class WalksBatches:
         """Measure what a row takes, once with gradients and once without. All ranks run the same passes."""
         if forward_only not in self._row_costs:
             one, ids = tu.index_select_tensor_dict(data, [0]), data["input_ids"].values().to(get_device_id())
+            one = verl_data.on_device(one, get_device_id())
 
             def forward(ids: torch.Tensor, branch: Branch) -> torch.Tensor:
-                return self._forward_part(branch, of_ids(ids[0].cpu()), one, Values().carry(NONE))[0]
+                return self._forward_part(PartRows(of_ids(ids[0].cpu()), one), branch, None)[0]
 
             with torch.no_grad() if forward_only else nullcontext():
                 self._row_costs[forward_only] = measure_sharded_rows(forward, ids, max(2, tokens // 2))
@@ -337,7 +379,7 @@ class WalksBatches:
         """Run the planned micro-batches, all of their parts one after another; rollouts, and veRL's outputs of them."""
         every = units(data, rollouts, self._planned, get_device_id())
         self._walked_parts = sum(len(unit.parts) for unit in every if len(unit.parts) > 1)
-        one = tu.index_select_tensor_dict(data, [0])
+        one = verl_data.on_device(tu.index_select_tensor_dict(data, [0]), get_device_id())
         apart = [unit for unit in every if not unit.whole]
         values = {id(unit.batch): Values() for unit in apart}
         state = State(training=False)
@@ -365,35 +407,24 @@ class WalksBatches:
         passes = part_passes(parts, state, None, self.get_data_parallel_group(), get_device_id())
         with torch.set_grad_enabled(state.training):
             for number, one in enumerate(passes):
-                part, unit = one.part, of_batch.get(id(one.part.batch))
-                members = unit.members(part) if unit is not None and unit.whole and one.is_last else NONE
-                tokens = unit.tokens_of(part) if unit is not None and not unit.whole and one.is_last else NONE
-                carried = Values() if unit is None or unit.whole else values[id(unit.batch)]
-                if unit is not None and len(members):
-                    micro_batch = tu.index_select_tensor_dict(unit.micro_batch, members.tolist())
-                    packed, loss = unit.of_part(part, members), loss_function
-                else:
-                    micro_batch, loss = one_rollout, carried.carry(tokens)
-                    if unit is not None and len(tokens):
-                        packed, micro_batch = unit.of_part(part, None), unit.micro_batch
-                    else:
-                        packed = of_ids(torch.zeros(1, dtype=torch.int64) if unit is None else unit.ids_of(part))
                 with torch.profiler.record_function(f"micro_batch{number}"):
-                    output = self._run_pass(one, packed, micro_batch, loss)
-                if unit is not None and len(members):
-                    yield unit.rollouts[members].tolist(), output
-                elif unit is not None and len(tokens) and not one.has_graph:
-                    carried.put(tokens, len(unit.token_part), output["model_output"])
+                    unit = of_batch.get(id(one.part.batch))
+                    part = _rows_of(one, unit, one_rollout)
+                    carried = Values() if unit is None or unit.whole else values[id(unit.batch)]
+                    loss = loss_function if len(part.members) else carried.carry(part.tokens)
+                    output = self._run_pass(one, part, loss)
+                if unit is not None and len(part.members):
+                    yield unit.rollouts[part.members].tolist(), output
+                elif unit is not None and len(part.tokens) and not one.has_graph:
+                    carried.put(part.tokens, len(unit.token_part), output["model_output"])
 
-    def _run_pass(
-        self: Any, one: Pass, packed: PackedRollouts, micro_batch: TensorDict, loss_function: Callable[..., Any] | None
-    ) -> dict[str, Any]:
+    def _run_pass(self: Any, one: Pass, part: PartRows, loss_function: Callable[..., Any] | None) -> dict[str, Any]:
         sync: AbstractContextManager[None] = nullcontext()
         if one.has_graph:
             sync = self._gradient_sync_context(is_last_micro_batch=one.is_last_graph)
         with sync:
             with one:
-                loss, output = self._forward_part(one.branch, packed, micro_batch, loss_function)
+                loss, output = self._forward_part(part, one.branch, loss_function)
             if one.has_graph and self.scaler is not None:
                 loss = self.scaler.scale(loss)
             one.backward(loss if one.has_graph else None)
@@ -403,15 +434,14 @@ class WalksBatches:
         self: Any, unit: Unit, values: Values, loss_function: Callable[..., Any] | None, forward_only: bool
     ) -> dict[str, Any]:
         """Compute veRL's loss of a unit from the values of its tokens, and the gradients of these."""
-        micro_batch, dtype = unit.micro_batch.to(get_device_id()), self._autocast_dtype
+        micro_batch = verl_data.on_device(unit.micro_batch, get_device_id())
         sequences = micro_batch["input_ids"]
         loss, metrics = torch.ones(()), dict[str, Any]()
         with torch.set_grad_enabled(not forward_only):
             leaves = {name: x.detach().requires_grad_(not forward_only) for name, x in values.of.items()}
             model_output = {name: unit.packed.tokens_to_sequences(x, sequences) for name, x in leaves.items()}
-            autocast = nullcontext() if dtype == torch.float32 else torch.autocast(get_device_name(), dtype)
             if loss_function is not None:
-                with autocast:
+                with self._autocast():
                     loss, metrics = loss_function(
                         model_output=model_output, data=micro_batch, dp_group=self.get_data_parallel_group()
                     )

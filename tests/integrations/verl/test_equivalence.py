@@ -69,7 +69,8 @@ def test_scores(name: str, results: Results) -> None:
             continue
         got, expected = of_all_ranks(found, what), of_all_ranks(stock, what)
         assert got.shape == expected.shape
-        assert (got - expected).abs().max() < 1e-5
+        # fp32 of log-probs down to -9, behind prompts of 300 tokens: up to 1.2e-5 by processor.
+        assert (got - expected).abs().max() < (2e-5 if "walk" in name else 1e-5)
 
 
 @pytest.mark.parametrize("name", ["stock-dp2", *EXACT])
