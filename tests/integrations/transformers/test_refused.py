@@ -117,6 +117,20 @@ def test_models_that_cannot_be_packed_are_refused(case: str) -> None:
     assert hooks(model) == 0
 
 
+@pytest.mark.skipif(not hasattr(tf.modeling_layers, "MtpModel"), reason="an earlier transformers")
+def test_prediction_layers_are_refused() -> None:
+    """Layers of multi-token prediction take the next row for the next token. transformers runs them to draft tokens."""
+    model = tiny("Llama", num_mtp_layers=1)
+    drafter = tf.modeling_layers.MtpModel(model, 1)
+    with pytest.raises(ValueError, match=r"^MtpModel takes no call without last_hidden_states"):
+        enable(drafter)
+    enable(model)
+    ids, positions = token_ids(LAYOUT), LAYOUT.position_ids[None]
+    hidden = model.model(ids, dualkv=LAYOUT)[0]
+    with pytest.raises(ValueError, match=r"^layer 0 \(LlamaAttention\) got "):
+        drafter.forward_layer(0, hidden, positions, None, input_ids=ids.roll(-1), dualkv=LAYOUT)
+
+
 def test_padding_that_positions_skip_is_refused() -> None:
     model = enable(tiny("Roberta", is_decoder=True, pad_token_id=1))
     ids = token_ids(LAYOUT).clone()
