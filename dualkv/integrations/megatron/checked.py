@@ -32,12 +32,25 @@ class Checked(nn.Module):
         super().__init__(config, *args, **kwargs)
         self.config = config
 
-    def _enter(self, hidden_states: torch.Tensor, given: Any, others: dict[str, Any]) -> PackedGroups | None:
+    def _enter(
+        self, hidden_states: torch.Tensor, given: Any, others: dict[str, Any], by_place: tuple[Any, ...] = ()
+    ) -> PackedGroups | None:
         """Return the argument of a call if it is checked PackedGroups, else None; this layer's router is told of
-        them."""
+        them.
+
+        Args:
+            hidden_states: of the call.
+            given: its packed_seq_params.
+            others: further arguments by name.
+            by_place: further arguments by position, of which no megatron-core gives any.
+        """
         RUNNING.layer, RUNNING.packed = self.layer_number, None
+        if any(isinstance(x, PackedGroups) for x in by_place):
+            raise ValueError("PackedGroups came by position, expected packed_seq_params=PackedGroups(...)")
         if not isinstance(given, PackedGroups):
             return None
+        if any(x is not None for x in by_place):
+            raise ValueError("arguments behind attention_mask came by position with PackedGroups, expected names")
         self._check(hidden_states, given, others)
         counts = given.count == "rollouts" and (self.training or torch.is_grad_enabled())
         if counts and counted(self.config):

@@ -7,8 +7,8 @@ Transformer Engine's), which runs :func:`dualkv.attention`, of `GatedDeltaNet` a
 of experts' `TopKRouter`, which counts rollouts. None has parameters or state of its own, so checkpoints do not change.
 Calls without :class:`PackedGroups` run megatron-core's code.
 
-The format of :class:`PackedGroups` is called "dualkv". An attention module of megatron-core that gets it raises an
-error: its own packed format ("thd") would run all groups as one sequence.
+The format of :class:`PackedGroups` is called "dualkv". A layer that is not enabled and gets it raises an error, instead
+of running all groups as one sequence: attention by what it asks of formats, recurrent layers by a wrapped forward.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _PackedSelfAttention(Checked, SelfAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **kwargs: Any,
     ) -> Any:
-        if (packed := self._enter(hidden_states, packed_seq_params, kwargs)) is not None:
+        if (packed := self._enter(hidden_states, packed_seq_params, kwargs, args)) is not None:
             if rotary_pos_emb is not None:
                 rotary_pos_emb = packed._frequencies(rotary_pos_emb)
             elif not getattr(self.config, "is_hybrid_model", False):
@@ -98,7 +98,7 @@ class _PackedMLASelfAttention(Checked, MLASelfAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **kwargs: Any,
     ) -> Any:
-        if self._enter(hidden_states, packed_seq_params, kwargs) is not None:
+        if self._enter(hidden_states, packed_seq_params, kwargs, args) is not None:
             self.core_attention.latent_scale = self.softmax_scale
         return super().forward(hidden_states, attention_mask, *args, packed_seq_params=packed_seq_params, **kwargs)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from megatron.core.ssm import gated_delta_net as stock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.nn import functional as F
 
+from dualkv.integrations import patching
 from dualkv.integrations.megatron.checked import Checked, refuse_beside
 from dualkv.integrations.megatron.rows import PackedGroups
 from dualkv.integrations.recurrent import kernels
@@ -42,7 +45,7 @@ class PackedGatedDeltaNet(Checked, stock.GatedDeltaNet):
         packed_seq_params: PackedSeqParams | None = None,
         **kwargs: Any,
     ) -> Any:
-        if (packed := self._enter(hidden_states, packed_seq_params, kwargs)) is None:
+        if (packed := self._enter(hidden_states, packed_seq_params, kwargs, args)) is None:
             return super().forward(hidden_states, attention_mask, *args, packed_seq_params=packed_seq_params, **kwargs)
         refuse_beside(attention_mask=attention_mask, attention_bias=kwargs.get("attention_bias"))
         projected, _ = self.in_proj(hidden_states)
@@ -87,8 +90,12 @@ class PackedGatedDeltaNet(Checked, stock.GatedDeltaNet):
         return delta_rule(trees, rows, stock.torch_chunk_gated_delta_rule, kernel), gate
 
     def _check_heads(self: Any, shard: Shard) -> None:
-        heads = self.num_value_heads // self.tp_size
-        check_heads(f"the gated delta net of layer {self.layer_number}", heads, shard.world_size)
+        where = f"the gated delta net of layer {self.layer_number}"
+        for kind, heads in (("key", self.num_key_heads), ("value", self.num_value_heads)):
+            if heads % self.tp_size:  # configs of a HybridModel are not asked
+                expected = f"a multiple of the {self.tp_size} tensor-parallel ranks"
+                raise ValueError(f"{where} has {heads} {kind} heads, expected {expected}")
+        check_heads(where, self.num_value_heads // self.tp_size, shard.world_size)
 
 
 LAYERS: tuple[type, ...] = (TransformerLayer,)
@@ -96,7 +103,7 @@ MIXERS: dict[type, type] = {stock.GatedDeltaNet: PackedGatedDeltaNet}
 # What the classes here read of megatron-core's.
 READS: dict[type, str] = {
     stock.GatedDeltaNet: "in_proj conv1d dt_bias A_log out_proj _apply_gated_norm activation use_qk_l2norm qk_dim v_dim"
-    " num_value_heads key_head_dim value_head_dim tp_size",
+    " num_key_heads num_value_heads key_head_dim value_head_dim tp_size",
 }
 
 if HybridModel is not None:
@@ -159,6 +166,27 @@ if HybridModel is not None:
         "in_proj conv1d_weight conv1d_bias dt_bias A_log D norm rmsnorm out_proj activation chunk_size headdim d_state"
         " d_inner_local_tp nheads_local_tp ngroups_local_tp"
     )
+
+
+def _guarded(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a class of megatron-core, which raises an error for PackedGroups: a layer that is not enabled
+    would run all rows as one sequence. Attention raises errors of its own."""
+
+    @wraps(forward)
+    def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, PackedGroups) for x in (*args, *kwargs.values())):
+            raise ValueError(
+                f"layer {layer.layer_number} ({type(layer).__name__}) got PackedGroups and is not enabled: call"
+                " dualkv.integrations.megatron.enable(model)"
+            )
+        return forward(layer, *args, **kwargs)
+
+    return call
+
+
+_kind: Any
+for _kind in MIXERS:
+    patching.of(_kind).replace("forward", patching.marked(_guarded(_kind.forward)))
 
 
 def mixer_of(layer: Any) -> Any:

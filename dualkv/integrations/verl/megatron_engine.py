@@ -87,7 +87,11 @@ class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
             ("fp8", "rows are not padded to its blocks"),
             ("fp4", "rows are not padded to its blocks"),
             ("multi_latent_attention", "veRL replaces methods of these layers, which was not tried"),
-            ("experimental_attention_variant", "gated delta nets were not tried in veRL's engine"),
+            (
+                "experimental_attention_variant",
+                "mbridge builds no gated delta nets, and Megatron-Bridge builds them of Transformer Engine's layers,"
+                " with which packed rows were not run",
+            ),
         ):
             if getattr(config, name, None):
                 raise ValueError(f"{name} is {getattr(config, name)!r}, expected none: {why}")

@@ -93,10 +93,27 @@ if hasattr(gated_delta_net, "tensor_a2a_cp2hp"):  # configs of earlier versions 
             "linear_num_key_heads": 4,
             "linear_num_value_heads": 8,
         },
-        "context, hybrid": {"cp": 2, **HYBRID},
+        "context of four, hybrid": {"cp": 4, **HYBRID},
+        "hybrid, context, latent": {"cp": 2, **HYBRID, **LATENT, "pattern": "+MG-"},
         "hybrid, gathered, each layer again": {"cp": 2, "cp_comm_type": "all_gather", **HYBRID, **AGAIN},
         "hybrid, tensor, sequence": {"tp": 2, "sequence_parallel": True, "norms": False, **HYBRID},
         "hybrid, context, pipeline": {"cp": 2, "pp": 2, **HYBRID, "pattern": "*-|MG"},
+        "hybrid, four": {
+            "tp": 4,
+            **HYBRID,
+            "pattern": "G*M-",
+            "mamba_num_heads": 8,
+            "mamba_num_groups": 4,
+            "linear_num_key_heads": 4,
+            "num_query_groups": 4,
+        },
+        "recurrent, context of four": {
+            "cp": 4,
+            **RECURRENT,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            **AGAIN,
+        },
         "hybrid, experts": {"ep": 2, **EXPERTS, **HYBRID, "pattern": "M*EG"},
     }
 # What routers count, against one rank. A loss of all data-parallel ranks differs with their number.

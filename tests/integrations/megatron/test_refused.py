@@ -17,7 +17,7 @@ import dualkv
 from codegen import packages
 from dualkv.integrations.megatron import PackedGroups, disable, enable, enabling
 from tests.integrations.megatron import cpu
-from tests.integrations.megatron.updates import COUNTED, HYBRID, LATENT, build, hybrid, layer_spec
+from tests.integrations.megatron.updates import COUNTED, HYBRID, LATENT, RECURRENT, build, hybrid, layer_spec
 
 LAYOUT = dualkv.Layout.from_lengths([3], [[2, 1]])
 
@@ -214,6 +214,33 @@ def test_a_cache_and_frequencies_of_other_positions() -> None:
         attention(rows, None, packed_seq_params=packed, inference_context=object())
     with pytest.raises(ValueError, match=r"^rotary_pos_emb has shape \(6, 1, 1, 16\), expected \(5, 1, 1, 'D'\)"):
         attention(rows, None, packed_seq_params=packed, rotary_pos_emb=torch.zeros(6, 1, 1, 16))
+
+
+def test_arguments_by_position() -> None:
+    cpu.parallel()
+    model, rows, packed = build(enable(layer_spec(**RECURRENT)), RECURRENT), torch.zeros(6, 1, 32), PackedGroups(LAYOUT)
+    for mixer in (layer.self_attention for layer in model.decoder.layers):
+        with pytest.raises(ValueError, match=r"^PackedGroups came by position, expected packed_seq_params=Packed"):
+            mixer(rows, None, None, packed)
+        with pytest.raises(ValueError, match=r"^arguments behind attention_mask came by position with PackedGroups"):
+            mixer(rows, None, object(), packed_seq_params=packed)
+
+
+def test_recurrent_layers() -> None:
+    """Layers that are not enabled, and key heads that tensor-parallel ranks cannot share."""
+    cpu.parallel()
+    settings = RECURRENT | {"linear_attention_freq": [1, 1]}
+    model = build(enable(layer_spec(**settings)), settings)
+    net = model.decoder.layers[0].self_attention
+    net.tp_size, net.num_key_heads = 2, 3
+    with pytest.raises(ValueError, match=r"^the gated delta net of layer 1 has 3 key heads, expected a multiple of"):
+        call(model)
+    disable(model)
+    with pytest.raises(ValueError, match=r"^layer 1 \(GatedDeltaNet\) got PackedGroups and is not enabled: call"):
+        call(model)
+    if cpu.hybrid_block is not None:
+        with pytest.raises(ValueError, match=r"^layer 1 \(MambaMixer\) got PackedGroups and is not enabled: call"):
+            call(disable(hybrid(HYBRID | {"pattern": "M", "num_layers": 1})))
 
 
 def test_one_length_for_all_micro_batches() -> None:

@@ -103,7 +103,7 @@ def test_another_layout_computes_something_else() -> None:
     "settings",
     [
         {"arguments": {"position_embedding_type": "rope"}},
-        AGAIN,
+        AGAIN | LATENT | {"pattern": "MG+-"},
         EXPERTS | {"pattern": "M*EG"},
         {"deterministic_mode": True, "pattern": "MM", "num_layers": 2},
     ],

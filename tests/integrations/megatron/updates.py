@@ -144,10 +144,12 @@ def hybrid(settings: dict[str, Any], norms: bool = True, **arguments: Any) -> An
         return layer(TransformerLayer, input_layernorm=norm, self_attention=mixer, self_attn_bda=add)
 
     mixer = ModuleSpec(MambaMixer, submodules=MambaMixerSubmodules(ColumnParallelLinear, RowParallelLinear))
+    attending = enable(mixing(attention))  # megatron-core's own refuses context parallelism when built
     kinds = HybridStackSubmodules(
         mamba_layer=ModuleSpec(MambaLayer, submodules=MambaLayerSubmodules(norm, mixer, add)),
         gdn_layer=mixing(net),
-        attention_layer=enable(mixing(attention)),  # megatron-core's own refuses context parallelism when built
+        attention_layer=attending,
+        mla_layer=attending,
         mlp_layer=layer(MLPLayer, pre_mlp_layernorm=norm, mlp=mlp, mlp_bda=add),
         moe_layer=layer(TransformerLayer, pre_mlp_layernorm=norm, mlp=mlp, mlp_bda=add),
     )

@@ -105,6 +105,8 @@ MORE: dict[str, dict[str, Any]] = {
     "saved-stock": STOCK | {"run": "restarted", "budget": TIGHT, "after": {"packed": True}},
     "fused-ragged-temperature": PACKED | {"run": "scored", "fused": "triton", "temperature": "ragged", "budget": ROOMY},
     "dropout": PACKED | {"transformer": {"attention_dropout": 0.1}},
+    "gated-delta-nets": PACKED
+    | {"transformer": {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 4}},
     "interleaved-stages": PACKED | {"engine": {"virtual_pipeline_model_parallel_size": 2}},
     "dynamic-context-parallel": PACKED
     | {"engine": {"dynamic_context_parallel": True, "max_seqlen_per_dp_cp_rank": 64}},

@@ -113,6 +113,7 @@ REFUSED = {
     "too-long": "budget is 20 tokens, group 1 needs 35 for its prompt and response 2 alone",
     "fused-ragged-temperature": "the rollouts have 16 temperatures, veRL's fused heads on strategy megatron take one:",
     "dropout": "attention_dropout is 0.1, expected 0:",
+    "gated-delta-nets": "experimental_attention_variant is 'gated_delta_net', expected none: mbridge builds no gated",
     "interleaved-stages": "actor.megatron.virtual_pipeline_model_parallel_size is 2, model.model_type=dualkv expects",
     "dynamic-context-parallel": "actor.megatron.dynamic_context_parallel is True, model.model_type=dualkv expects",
     "replay-without-experts": "actor.megatron.router_replay.mode is 'R2', expected 'disabled': no layer has experts",
