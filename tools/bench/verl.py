@@ -573,7 +573,7 @@ def main(
     ] = None,
 ) -> None:
     """Measure policy updates of one engine; the first rank prints and writes the figures."""
-    of_run = "json_to", "rows", "distance", "profile"
+    of_run = "json_to", "rows", "distance", "profile", "of_run"
     given = {name: value for name, value in locals().items() if name not in of_run}
     listed = [settings_of(given | row, Settings) for row in (json.loads(rows.read_text()) if rows else [{}])]
     if unknown := sorted({*(distance or [])} - {s.trace for s in listed if s.trace}):
