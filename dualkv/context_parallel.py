@@ -62,10 +62,22 @@ class ContextShard(Shard):
     ) -> torch.Tensor:
         """Run attention like :meth:`Shard.attention`, for any number of heads. The gradient of sinks is that of this
         rank's rows."""
+        return self.attention_with_lse(q, k, v, softmax_scale, deterministic, **features)[0]
+
+    def attention_with_lse(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        softmax_scale: float | None = None,
+        deterministic: bool = False,
+        **features: Unpack[FeatureArguments],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """:meth:`attention`, and the lse [H, num_tokens] of this rank's rows as :func:`dualkv.attention` returns it."""
         check_bool("deterministic", deterministic)
         call = self._checked(q, k, v, softmax_scale, features)
         if self.world_size == 1:
-            return super().attention(q, k, v, softmax_scale, deterministic, **features)
+            return attention(q, k, v, self.layout, call.softmax_scale, deterministic, **features, return_lse=True)
         self.layout._segments.use.seen = True  # a rank may have no rows of its own, and runs no op then
         learned = [x for x in (q, k, v, call.features.sinks) if x is not None and x.requires_grad]
         run = _Run(
@@ -76,8 +88,8 @@ class ContextShard(Shard):
             call.features._replace(sinks=None),
             torch.is_grad_enabled() and bool(learned),
         )
-        out: torch.Tensor = _Attention.apply(call.q, call.k, call.v, call.features.sinks, run)
-        return out
+        out, lse = _Attention.apply(call.q, call.k, call.v, call.features.sinks, run)
+        return out, lse
 
     def _stages(self, hiding: Window | None) -> list[Stage]:
         """The stages of attention, made once for a layout, a device and what hides keys."""
@@ -144,7 +156,7 @@ def _pieces(heads: int, kv_heads: int) -> list[_Heads]:
 
 
 class _Attention(torch.autograd.Function):
-    """q [n, H, D], k [n, Hk, D], v [n, Hk, Dv], sinks [H] or None -> out [n, H, Dv].
+    """q [n, H, D], k [n, Hk, D], v [n, Hk, Dv], sinks [H] or None -> out [n, H, Dv], lse [H, n].
 
     While a stage of a piece of the heads is computed, the keys and values of the next one are on their way. In the
     backward, the gradients of the piece before are on their way back to their ranks.
@@ -153,9 +165,10 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, run: _Run
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         kv, head_dim = torch.cat((k, v), 2), k.shape[2]
         out = q.new_empty(*q.shape[:2], v.shape[2])
+        of_rows = q.new_empty(q.shape[1], len(q), dtype=torch.promote_types(q.dtype, torch.float32))
         steps = [(heads, stage) for heads in _pieces(q.shape[1], k.shape[1]) for stage in run.stages]
         received: list[torch.Tensor] = []  # of all pieces of the heads, if they are kept
         known: list[torch.Tensor] = []  # of this piece
@@ -186,17 +199,20 @@ class _Attention(torch.autograd.Function):
                 return_lse=True,
             )
             out[stage.own, heads.q] = found.index_select(0, stage.asked)
+            of_rows[heads.q, stage.own] = lse.index_select(1, stage.asked)
             lses.append(lse)
         ctx.run, ctx.head_dim = run, head_dim
         if run.kept:
             ctx.save_for_backward(q, kv, sinks, out, *received, *lses)
-        return out
+        ctx.set_materialize_grads(False)
+        return out, of_rows
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         run, head_dim = ctx.run, ctx.head_dim
         q, kv, sinks, out, *saved = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
         # Gradients of both k and v or of neither, so that what ranks send each other has one shape.
         wanted = {"q": ctx.needs_input_grad[0], "kv": any(ctx.needs_input_grad[1:3])}
         gradients = "".join(name for name in wanted if wanted[name]) or "q"  # the op computes one at least
@@ -226,6 +242,7 @@ class _Attention(torch.autograd.Function):
                     run.deterministic,
                     gradients,
                     *run.of_heads(sinks, heads.q),
+                    None if dlse is None else stage.among_keys(dlse[heads.q].t()).t().contiguous(),
                 )
                 if wanted["q"]:
                     dq[stage.own, heads.q] = of_q.index_select(0, stage.asked)

@@ -121,6 +121,10 @@ class Shard(PackedRows):
         nested = np.flatnonzero(self.layout.parent.numpy() >= 0)
         return frozenset(self.layout.offsets[nested[-1] + 1 if len(nested) else 0 :].tolist())
 
+    def pads(self, rows: int) -> bool:
+        """Whether the layout has so many rows, without some or all of the segments that may pad it."""
+        return rows in self._row_counts
+
     @cached_property
     def host_order(self) -> IntArray:
         """[rows of the layout]: the packed rows of all ranks, one rank after another, on the host."""
@@ -172,7 +176,7 @@ class Shard(PackedRows):
         """
         rows, whole = x.shape[dim], self.layout.num_tokens
         missing = whole - rows
-        if missing and rows not in self._row_counts:
+        if missing and not self.pads(rows):
             raise ValueError(
                 f"x has {rows} rows in dimension {dim}, expected {whole}, the layout's, or fewer by rows that pad it"
             )
@@ -238,14 +242,28 @@ class Shard(PackedRows):
             ValueError, TypeError: heads that the ranks cannot share, another number of rows, and what
                 :func:`dualkv.attention` refuses. Before anything is sent.
         """
+        return self.by_heads(attention, q, k, v, softmax_scale, deterministic, **features)
+
+    def by_heads(
+        self,
+        run: Callable[..., torch.Tensor],
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        softmax_scale: float | None = None,
+        deterministic: bool = False,
+        **features: Unpack[FeatureArguments],
+    ) -> torch.Tensor:
+        """:meth:`attention` by `run`, a function with the arguments of :func:`dualkv.attention`, for some of the heads
+        and all rows."""
         call = self._checked(q, k, v, softmax_scale, features)
         check_heads("q", q.shape[1], self.world_size)
         if self.world_size == 1:
-            return attention(q, k, v, self.layout, call.softmax_scale, deterministic, **features)
+            return run(q, k, v, self.layout, call.softmax_scale, deterministic, **features)
         q, k, v = self.to_heads([call.q, call.k, call.v])
         if (sinks := call.features.sinks) is not None:
             features["sinks"] = self.share(sinks)
-        out = attention(q, k, v, self.layout, call.softmax_scale, deterministic, **features)
+        out = run(q, k, v, self.layout, call.softmax_scale, deterministic, **features)
         return self.to_rows(out)
 
     def to_heads(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -321,6 +339,28 @@ def sent(rows: torch.Tensor, to: list[int], of: list[int], group: dist.ProcessGr
     received = rows.new_empty(sum(of), *rows.shape[1:])
     dist.all_to_all_single(received, rows.contiguous(), of, to, group=group)
     return received
+
+
+def exchanged(rows: torch.Tensor, to: list[int], of: list[int], group: dist.ProcessGroup | None) -> torch.Tensor:
+    """:func:`sent`, with gradients: those of received rows go back to the ranks that sent them."""
+    received: torch.Tensor = _Sent.apply(rows, to, of, group)
+    return received
+
+
+class _Sent(torch.autograd.Function):
+    """rows [sum(to), ...] -> [sum(of), ...] of the other ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, to: list[int], of: list[int], group: dist.ProcessGroup | None
+    ) -> torch.Tensor:
+        ctx.run = to, of, group
+        return sent(rows, to, of, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        to, of, group = ctx.run
+        return exchanged(grad, of, to, group), None, None, None
 
 
 class _Gather(torch.autograd.Function):

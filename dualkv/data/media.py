@@ -41,6 +41,9 @@ BESIDE = {
 # Padded patches have these positions, -1 at padding.
 PLACES = {"pixel_values": "image_position_ids", "pixel_values_videos": "video_position_ids"}
 
+# The segment of each image or video, for a model: only it knows how many placeholders an image has by its size.
+SEGMENTS = {"pixel_values": "image_segments", "pixel_values_videos": "video_segments"}
+
 # Seconds a frame, one value for each video.
 SECONDS = ("second_per_grid_ts", "video_second_per_grid")
 
@@ -159,9 +162,8 @@ def check_placeholders(found: Sequence[Named]) -> None:
     for patches, grids, kind in GRIDS:
         first: tuple[str, int, int] | None = None
         for name, entry in found:
-            kinds = next((entry[key] for key in OF_TOKENS if key in entry), None)
-            # Some tokenizers return token_type_ids of zeros, and these models ignore them.
-            if kinds is None or (OF_TOKENS[0] not in entry and not kinds.any()):
+            kinds = _kinds(entry)
+            if kinds is None:
                 continue
             count, unit = _count(entry, patches, grids)
             if count is None:
@@ -176,6 +178,13 @@ def check_placeholders(found: Sequence[Named]) -> None:
             first = first or ((name, tokens, count) if tokens else None)
 
 
+def _kinds(entry: Entry) -> torch.Tensor | None:
+    """The values that say where images are; None without any."""
+    kinds = next((entry[key] for key in OF_TOKENS if key in entry), None)
+    # Some tokenizers return token_type_ids of zeros, and these models ignore them.
+    return None if kinds is None or (OF_TOKENS[0] not in entry and not kinds.any()) else kinds
+
+
 def _count(entry: Entry, patches: str, grids: str) -> tuple[int | None, str]:
     """Count what placeholders of one kind are in proportion to, and name it; None where a model has another rule."""
     if grids in entry:
@@ -185,11 +194,19 @@ def _count(entry: Entry, patches: str, grids: str) -> tuple[int | None, str]:
     if not len(entry.get(patches, ())):
         return 0, "patches"
     # Other names, such as image_sizes, are of models with such a rule.
-    known = {name for *names, _ in GRIDS for name in names} | {*SECONDS, IN_ROWS, *OF_TOKENS}
+    known = {*BESIDE, *(grids for _, grids, _ in GRIDS), *SECONDS, IN_ROWS, *OF_TOKENS}
     in_rows = patches == "pixel_values" and np.ndim(entry[patches]) == 5
     if not entry.keys() <= known or in_rows != (IN_ROWS in entry):
         return None, ""
     return int(_real(entry[patches]).sum()) if in_rows else len(entry[patches]), "images"
+
+
+def _images(entry: Entry, patches: str, grids: str) -> int:
+    """The number of images, or of videos, of one text."""
+    if patches not in entry or (patches == "pixel_values" and IN_ROWS in entry):
+        return int(_real(entry[patches]).sum()) if patches in entry else 0
+    frames = "num_frames_per_video" if "video" in patches else grids
+    return len(next(entry[name] for name in (grids, frames, patches) if name in entry))
 
 
 def difference(a: Entry, b: Entry) -> str | None:
@@ -303,9 +320,9 @@ def _split(entry: Entry, pixels: str, placeholders: IntArray) -> list[Image] | N
     if in_rows:
         real = _real(entry[pixels])
         entry = {key: entry[key].flatten(0, 1)[real] for key in names}
-    grid = next((entry[grids] for patches, grids, _ in GRIDS if patches == pixels and grids in entry), None)
-    frames = entry.get("num_frames_per_video") if "video" in pixels else None
-    images = len(next(x for x in (grid, frames, entry[pixels]) if x is not None))
+    grids = next(grids for patches, grids, _ in GRIDS if patches == pixels)
+    grid, frames = entry.get(grids), entry.get("num_frames_per_video") if "video" in pixels else None
+    images = len(entry[pixels]) if in_rows else _images(entry, pixels, grids)
     held = {key: np.ones(images, np.int64) for key in names}  # of each tensor's first dimension, by image
     weights: IntArray | None = held[pixels]  # placeholders are in proportion to them
     if grid is not None:
@@ -349,7 +366,7 @@ def _placeholders_of(weights: IntArray | None, images: int, placeholders: IntArr
     return None if left.any() else counts
 
 
-def _sample(entry: Entry) -> bytes:
+def sampled(entry: Entry) -> bytes:
     """A key that equal entries have in common."""
     found = []
     for name, value in sorted(entry.items()):
@@ -406,7 +423,7 @@ class SequenceMedia:
             for tokens, images in zip(result, self.images, strict=True)
             for image in images
         ]
-        content = iter(grouped([ids + _sample(entry) for ids, entry in flat], [entry for _, entry in flat]).tolist())
+        content = iter(grouped([ids + sampled(entry) for ids, entry in flat], [entry for _, entry in flat]).tolist())
         first = max(int(tokens.max()) for tokens in sequences) + 1
         if first + len(flat) > MAX_TOKEN:
             raise ValueError(f"token ids go up to {first - 1}, expected at most {MAX_TOKEN - len(flat)} beside images")
@@ -490,7 +507,24 @@ def joined(parts: Sequence[Part], layout: Layout) -> Entry:
                 if pixels in entry and name not in entry:
                     raise ValueError(f"{other} has {pixels} and no {name}, {some[0][0]} has it: expected all or none")
         result[name] = _joined(name, some, layout.device)
+    for patches, grids, _ in GRIDS:
+        if (owners := _owners(parts, patches, grids, layout)) is not None:
+            result[SEGMENTS[patches]] = owners
     return result | of_tokens
+
+
+def _owners(parts: Sequence[Part], patches: str, grids: str, layout: Layout) -> torch.Tensor | None:
+    """[images] the segment of each image; None where :func:`check_placeholders` compared the counts of all texts."""
+    counts = [sum(_images(entry, patches, grids) for entry in part.entries) for part in parts]
+    if all(
+        _kinds(part.kinds) is not None
+        and all(_count(part.kinds | entry, patches, grids)[0] is not None for entry in part.entries)
+        for part, count in zip(parts, counts, strict=True)
+        if count
+    ):
+        return None
+    segments = np.searchsorted(layout.offsets.numpy(), [part.begin for part in parts], "right") - 1
+    return torch.from_numpy(np.repeat(segments, counts)).to(layout.device)
 
 
 def moved(media: Entry, device: torch.device | str | int, non_blocking: bool = False) -> Entry:

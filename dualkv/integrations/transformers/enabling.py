@@ -41,6 +41,7 @@ from dualkv.integrations.transformers import (
     recurrent,
     rotary,
     selfcheck,
+    towers,
 )
 from dualkv.integrations.transformers.checkpointing import recompute_layers
 from dualkv.integrations.transformers.media import Placed
@@ -80,7 +81,7 @@ def _(
 
 
 def _checked_positions(
-    tokens: torch.Tensor, position_ids: torch.Tensor | None, own: torch.Tensor, whole: Layout
+    tokens: torch.Tensor, position_ids: torch.Tensor | None, own: torch.Tensor, text: Layout | PackedRows
 ) -> torch.Tensor:
     """A copy of `own`, the positions of the layout; raises if the tokens or the given positions do not fit them.
 
@@ -90,7 +91,7 @@ def _checked_positions(
         tokens: [1, T, ...].
         position_ids: as given, or None.
         own: [1, T], or [3, 1, T] with images.
-        whole: has the positions [T] of the text, where `own` has three rows.
+        text: has the positions [T] of the text, where `own` has three rows.
     """
     if tokens.shape[1] != own.shape[-1]:
         raise ValueError(f"the model is given {tokens.shape[1]} tokens, the layout has {own.shape[-1]}")
@@ -99,7 +100,7 @@ def _checked_positions(
         if position_ids.dim() == 3 and own.dim() == 2 and len(position_ids) in (3, 4):
             expected = own.expand(len(position_ids), 1, -1)
         elif len(position_ids) == 4 and own.dim() == 3:
-            expected = torch.cat([whole.position_ids.to(own.device)[None, None], own])
+            expected = torch.cat([text.position_ids.to(own.device)[None, None], own])
         if position_ids.shape != expected.shape or position_ids.device != own.device:
             raise ValueError(
                 f"position_ids has shape {tuple(position_ids.shape)} on {position_ids.device},"
@@ -130,7 +131,8 @@ def _positions(
         found = _position_ids(tokens.detach(), position_ids, whole.offsets, whole.parent)
         return cast(torch.Tensor, found)
     own = packed.position_ids.to(tokens.device)
-    return _checked_positions(tokens, position_ids, own[None] if own.dim() == 1 else own, whole)
+    text = packed.layout if isinstance(packed, Placed) else packed
+    return _checked_positions(tokens, position_ids, own[None] if own.dim() == 1 else own, text)
 
 
 def _enter_decoder(
@@ -239,6 +241,8 @@ def _enter_head(
     layout = kwargs.get("dualkv")
     if layout is None:
         _refuse_forgotten(module, args, kwargs)
+        if not torch.compiler.is_compiling():
+            towers.ask(module, {})  # a call before may have ended in an error
         return None
     _checked(layout)
     named = dict(zip(layers.arguments(type(module)), args, strict=False)) | kwargs
@@ -504,6 +508,9 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True, fas
             patching.of(module).before(_take_layout)
         indexers.install(module)
     rotary.enable(model)  # behind the hook that hands attention its layout, before the decoder's, which unpacks it
+    for module in model.modules():
+        if media.family(type(module)) is not None:
+            towers.install(module)
     within: set[nn.Module] = set()  # the heads so far; a module comes before its parts
     for module in model.modules():
         if module in inner:

@@ -4,11 +4,13 @@ Some models give the rows of an image positions of its grid (multimodal rotary e
 of the text behind, come from the model's own `get_rope_index`, which runs on replicated sequences: on one for each path
 with images, as positions of text count on. In other models an image's rows count as text does.
 
-In Gemma 3 and 4 the rows of an image also see each other's rows behind them. :func:`attention` adds these keys.
+In Gemma 3 and 4 the rows of an image also see each other's rows behind them; see
+:mod:`dualkv.integrations.transformers.ahead`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Hashable
 from functools import partial
@@ -16,12 +18,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from dualkv.arrays import IntArray
-from dualkv.data.media import check_seconds
+from dualkv.data.media import BESIDE, OF_TOKENS, PLACES, SEGMENTS, check_seconds, sampled
+from dualkv.integrations.transformers import towers
+from dualkv.integrations.transformers.ahead import Ahead, attention
+from dualkv.integrations.transformers.towers import Images
 from dualkv.layout import Layout
-from dualkv.ops.attention import attention as causal_attention
 from dualkv.packed_rows import PackedRows, packed_rows
 from dualkv.sequence_parallel import Shard
 
@@ -152,59 +157,9 @@ class Placed(PackedRows):
         return self.layout if self.ahead is None else self
 
     def attention_of(self, layer: Hashable) -> Callable[..., torch.Tensor]:
-        return packed_rows(self.layout).attention_of(layer) if self.ahead is None else partial(attention, placed=self)
-
-
-class Ahead(NamedTuple):
-    """The extra keys that rows of images see after themselves, encoded as causal attention over each image in reverse.
-
-    Row i of an image of n rows sees rows i + 1 to n - 1 of it. Backwards, these queries n - 2, ..., 0 and keys
-    n - 1, ..., 1 are causal: the query at index j sees the keys up to j.
-
-    Attributes:
-        queries: [A] packed rows.
-        keys: [A] packed rows.
-        layout: of A rows, a segment for each image.
-        windows: only layers with a window see these keys.
-    """
-
-    queries: torch.Tensor
-    keys: torch.Tensor
-    layout: Layout
-    windows: bool
-
-    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Ahead:
-        """Copy with all tensors on `device`."""
-        queries, keys = (x.to(device, non_blocking=non_blocking) for x in (self.queries, self.keys))
-        return Ahead(queries, keys, self.layout.to(device), self.windows)
-
-
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, placed: Placed, **features: Any) -> torch.Tensor:
-    """:func:`dualkv.attention`, in which rows of images also see the rows of their image behind them.
-
-    Args:
-        q: [T, H, D].
-        k: [T, Hk, D].
-        v: [T, Hk, D].
-        placed: of a model whose images look ahead.
-        features: as for :func:`dualkv.attention`. A window or chunk hides no key behind a row.
-
-    Returns:
-        out [T, H, D].
-    """
-    ahead = placed.ahead
-    assert ahead is not None
-    if ahead.windows and features.get("window") is None:
-        return causal_attention(q, k, v, placed.whole, **features)
-    out, lse = causal_attention(q, k, v, placed.whole, **features, return_lse=True)
-    features |= {"window": None, "chunk": None, "sinks": None}  # a sink takes its part once
-    mine, theirs = (x.index_select(0, ahead.keys) for x in (k, v))
-    more, its_lse = causal_attention(
-        q.index_select(0, ahead.queries), mine, theirs, ahead.layout, **features, return_lse=True
-    )
-    share = torch.sigmoid(its_lse - lse.index_select(1, ahead.queries)).t()[..., None]
-    merged = torch.lerp(out.index_select(0, ahead.queries).to(share.dtype), more.to(share.dtype), share)
-    return out.index_copy(0, ahead.queries, merged.to(out.dtype))
+        if self.ahead is None:
+            return packed_rows(self.layout).attention_of(layer)
+        return partial(attention, rows=self.layout, ahead=self.ahead)
 
 
 # ---------------------------------------------------------------- models
@@ -290,6 +245,7 @@ def place(module: Any, named: dict[str, Any], layout: Any) -> Placed | None:
     how = family(type(module))
     assert how is not None
     name = type(module).__name__
+    segments = {patches: named.pop(of, None) for patches, of in SEGMENTS.items()}
     if KINDS not in how.inputs:  # a processor's, which the model does not take
         named.pop(KINDS, None)
     names = given(named)
@@ -303,25 +259,123 @@ def place(module: Any, named: dict[str, Any], layout: Any) -> Placed | None:
         return None
     names = names or [how.ahead or KINDS]
     packed = packed_rows(layout)
-    if packed.rows is not None or packed.has_positions:
+    shard = layout if isinstance(layout, Shard) else None
+    if packed.has_positions or (packed.rows is not None and shard is None):
         raise ValueError(
-            f"{names[0]} came together with a {type(layout).__name__}: images do not run packed with sequence"
-            " parallelism or in walks, where each call would need the features of all images"
+            f"{names[0]} came together with a {type(layout).__name__}: images do not run in walks, where each call"
+            " would need the features of all images"
         )
-    layout = packed.whole
     ids = named.get("input_ids")
     if ids is None:
         raise ValueError(f"{names[0]} came without input_ids, expected them: they say where images are")
-    if ids.shape != (1, layout.num_tokens):
-        raise ValueError(f"input_ids has shape {tuple(ids.shape)}, expected [1, T] = {(1, layout.num_tokens)}")
+    count = packed.whole.num_tokens if shard is None else shard.num_tokens
+    if ids.shape != (1, count):
+        raise ValueError(f"input_ids has shape {tuple(ids.shape)}, expected [1, T] = {(1, count)}")
+    of_all = named if how.ahead is None else named | {how.ahead: kinds}
+    of_all = of_all if shard is None else _of_all_ranks(of_all, names, shard)
+    layout = packed.whole
+    positions = layout.position_ids[None]
     if how.grid:
-        return Placed(layout, _grid_positions(module, how, named, layout).to(ids.device))
-    if how.alike and named.get("pixel_values") is not None:
-        _check_alike(module, named, layout)
-    if how.windows:
-        _check_patches(module, named, layout)
-    ahead = None if kinds is None or not how.ahead else _ahead(module, how, ids, kinds, layout)
-    return Placed(layout, layout.position_ids[None].to(ids.device), ahead)
+        positions = _grid_positions(module, how, of_all, layout)
+    towers.ask(module, _images(module, how, of_all, layout, shard, segments))
+    kinds = of_all[how.ahead] if how.ahead else None
+    ahead = None if kinds is None else _ahead(module, how, of_all["input_ids"], kinds, layout)
+    if shard is None:
+        return Placed(layout, positions.to(ids.device), ahead)
+    return Placed(shard, shard.split(positions, -1).to(ids.device), None if ahead is None else ahead.over(shard))
+
+
+def ask(module: Any, named: dict[str, Any], layout: Layout, shard: Shard | None) -> None:
+    """Tell the towers of `module` which images its next call has, where the caller has placed them.
+
+    Args:
+        module: of a known family.
+        named: the inputs of the call by name, with the token ids [1, T] of all rows.
+        layout: of T rows.
+        shard: the ranks that share these rows, if any.
+
+    Raises:
+        ValueError: placeholders and images that do not match.
+    """
+    how = family(type(module))
+    assert how is not None
+    segments = {patches: named.pop(of, None) for patches, of in SEGMENTS.items()}
+    towers.ask(module, _images(module, how, named, layout, shard, segments))
+
+
+def _of_all_ranks(named: dict[str, Any], names: list[str], shard: Shard) -> dict[str, Any]:
+    """The inputs of a call with the token ids of all ranks, and with values of tokens for rows that pad the layout.
+
+    Raises:
+        ValueError: on all ranks, if they have other images.
+    """
+    found = dict(named)
+    for name in OF_TOKENS:
+        values = found.get(name)
+        if isinstance(values, torch.Tensor) and values.dim() == 2 and shard.pads(values.shape[1]):
+            found[name] = pad(values, (0, shard.layout.num_tokens - values.shape[1]))
+    names = [name for name in names if name not in OF_TOKENS]
+    digest = hashlib.blake2b(sampled({name: named[name] for name in names}), digest_size=7)
+    mark = torch.tensor([int.from_bytes(digest.digest(), "big")], device=named["input_ids"].device)
+    parts = shard.join(torch.cat([named["input_ids"][0], mark])).view(shard.world_size, -1)
+    if (parts[:, -1] != mark).any():
+        raise ValueError(
+            f"{', '.join(names)} differ between the {shard.world_size} ranks that share the rows, expected those of all"
+            " images on every rank"
+        )
+    found["input_ids"] = parts[:, :-1].flatten()[shard.places.to(parts.device)][None]
+    return found
+
+
+def _images(
+    module: Any,
+    how: Family,
+    named: dict[str, Any],
+    layout: Layout,
+    shard: Shard | None,
+    segments: dict[str, torch.Tensor | None],
+) -> dict[str, Images]:
+    """The images and videos of a call, checked segment by segment where the rows of each image are known."""
+    found = {}
+    for _, patches, grid, token in ROWS:
+        if named.get(patches) is None:
+            continue
+        token = "image_token_id" if how.frames_are_images else token
+        rows = (named["input_ids"][0] == getattr(module.config, token)).nonzero()[:, 0].cpu()
+        name, counts = _rows_of_images(module, how, named, patches, grid, len(rows))
+        inputs = {name: named[name] for name in (patches, *BESIDE[patches]) if named.get(name) is not None}
+        images = Images(patches, name, rows, counts, segments[patches], layout, shard, inputs)
+        if counts is not None:
+            images.check(counts)
+        if counts is None or shard is not None:
+            found[patches] = images
+    return found
+
+
+def _rows_of_images(
+    module: Any, how: Family, named: dict[str, Any], patches: str, grid: str, rows: int
+) -> tuple[str, torch.Tensor | None]:
+    """The input that says how many rows each image has, and these numbers; None where only the tower says it."""
+    if how.grid:
+        return grid, named[grid].prod(1).cpu() // module.config.vision_config.spatial_merge_size**2
+    if how.windows and named.get(PLACES[patches]) is not None:
+        name = PLACES[patches]
+        counts = (named[name] != -1).all(-1).sum(-1).cpu() // module.config.vision_config.pooling_kernel_size**2
+        frames = named.get("num_frames_per_video") if "video" in patches else None
+        if frames is not None:
+            counts = torch.stack([of_video.sum() for of_video in counts.split(torch.as_tensor(frames).tolist())])
+        return name, counts
+    if not how.alike:
+        return patches, None
+    images = named[patches]
+    if images.dim() == 5:  # [1, images, channels, height, width]; models leave out images of zeros
+        images = images.flatten(0, 1)[images.flatten(0, 1).flatten(1).any(1)]
+    if len(images) == 0 or rows == 0 or rows % len(images):
+        raise ValueError(
+            f"{patches} has {len(images)} images, input_ids {rows} of their placeholders: expected as many"
+            " placeholders for each image"
+        )
+    return patches, torch.full((len(images),), rows // len(images))
 
 
 def _ahead(module: Any, how: Family, ids: torch.Tensor, kinds: torch.Tensor, layout: Layout) -> Ahead | None:
@@ -358,29 +412,6 @@ def _ahead(module: Any, how: Family, ids: torch.Tensor, kinds: torch.Tensor, lay
     return Ahead(queries.to(ids.device), keys.to(ids.device), of_images, how.windows)
 
 
-def _check_alike(module: Any, named: dict[str, Any], layout: Layout) -> None:
-    images = named["pixel_values"]
-    if images.dim() == 5:  # [1, images, channels, height, width]; models leave out images of zeros
-        images = images.flatten(0, 1)[images.flatten(0, 1).flatten(1).any(1)]
-    rows = (named["input_ids"][0] == module.config.image_token_id).nonzero()[:, 0].cpu()
-    if len(images) == 0 or len(rows) == 0 or len(rows) % len(images):
-        raise ValueError(
-            f"pixel_values has {len(images)} images, input_ids {len(rows)} of their placeholders: expected as many"
-            " placeholders for each image"
-        )
-    _owners(rows, torch.full((len(images),), len(rows) // len(images)), layout, "pixel_values")
-
-
-def _check_patches(module: Any, named: dict[str, Any], layout: Layout) -> None:
-    """Check images that are padded to a number of patches, and frames of videos; the position ids of padding are -1."""
-    merged = module.config.vision_config.pooling_kernel_size**2
-    for name, token in (("image_position_ids", "image_token_id"), ("video_position_ids", "video_token_id")):
-        if named.get(name) is not None:
-            counts = (named[name] != -1).all(-1).sum(-1).cpu() // merged
-            rows = (named["input_ids"][0] == getattr(module.config, token)).nonzero()[:, 0].cpu()
-            _owners(rows, counts, layout, name)
-
-
 def _grid_positions(module: Any, how: Family, named: dict[str, Any], layout: Layout) -> torch.Tensor:
     """[3, 1, T] on the CPU: frames, height and width of each row, from the model's own function."""
     ids, kinds = named["input_ids"].cpu(), named.get(KINDS)
@@ -415,7 +446,7 @@ def _grid_positions(module: Any, how: Family, named: dict[str, Any], layout: Lay
         if held != int(counts.sum()):
             raise ValueError(f"{patches} has {held} patches, {grid} counts {int(counts.sum())}")
         merged = counts // module.config.vision_config.spatial_merge_size**2
-        owners[grid] = _owners(rows, merged, layout, grid)
+        owners[grid] = towers.owners(rows, merged, layout, grid)
     return _from_replicated(module, how, named, layout, ids, kinds, grids, owners)
 
 
@@ -437,25 +468,6 @@ def _check_placeholders(
             f"row {at} of input_ids holds {int(ids[at])}, its {name} is {int(kinds[at])}: expected {kind} for the"
             f" {token} {expected}, and for this id alone"
         )
-
-
-def _owners(rows: torch.Tensor, counts: torch.Tensor, layout: Layout, name: str) -> IntArray:
-    """The segment of each image, whose rows are the next `counts` of the placeholders in `rows`."""
-    if len(rows) != int(counts.sum()):
-        raise ValueError(
-            f"{name} describes {len(counts)} images or videos of {int(counts.sum())} rows in all, input_ids has"
-            f" {len(rows)} of their placeholders"
-        )
-    segments = torch.searchsorted(layout.offsets[1:].long(), rows, right=True)
-    ends = counts.cumsum(0)
-    first, last = segments[ends - counts], segments[ends - 1]
-    if not torch.equal(first, last):
-        at = int((first != last).int().argmax())
-        raise ValueError(
-            f"{name}[{at}] has {int(counts[at])} rows, in segments {int(first[at])} and {int(last[at])} of the layout:"
-            " expected each segment's images next to each other, in the order of the segments"
-        )
-    return first.numpy()
 
 
 def _from_replicated(

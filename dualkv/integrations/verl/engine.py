@@ -20,18 +20,23 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLAttention
-from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLAttention
+from transformers.models.glm4v import modeling_glm4v as glm4v
+from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen2_5_vl
+from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
 from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5DecoderLayer,
     Qwen3_5GatedDeltaNet,
+    Qwen3_5Model,
     Qwen3_5TextModel,
 )
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
     Qwen3_5MoeDecoderLayer,
     Qwen3_5MoeGatedDeltaNet,
+    Qwen3_5MoeModel,
     Qwen3_5MoeTextModel,
 )
+from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
+from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe as qwen3_vl_moe
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.utils.metric import Metric
@@ -42,6 +47,7 @@ from verl.workers.engine.utils import postprocess_batch_func
 from dualkv.arrays import to_device
 from dualkv.branches import Branch
 from dualkv.canary import Compared, picked
+from dualkv.data.media import SEGMENTS
 from dualkv.data.memory import RowCosts
 from dualkv.integrations import patching, transformers
 from dualkv.integrations.transformers import adapters, fused, heads, layers, media, recurrent, support
@@ -62,15 +68,23 @@ OTHERS = ["veomni", "torchtitan", "automodel", "fsdp_turbo"]
 KEEP, FAST = "dualkv_keep", "dualkv_fast"
 
 # veRL puts attention of its own into these classes, which calls FlashAttention around transformers' registry.
-OWN_ATTENTION = {cls: cls.forward for cls in (Qwen2VLAttention, Qwen2_5_VLAttention)}
+OWN_ATTENTION = {cls: cls.forward for cls in (qwen2_vl.Qwen2VLAttention, qwen2_5_vl.Qwen2_5_VLAttention)}
 
 # So it does with these layers of Qwen3.5, which then hand on where sequences begin, and nothing else.
 RECURRENT = (Qwen3_5GatedDeltaNet, Qwen3_5MoeGatedDeltaNet)
 for _cls in RECURRENT:
     recurrent.install_in(_cls)
-# Their decoders behind a vision tower get forwards that split rows over the ranks of Ulysses.
-DECODERS = (Qwen3_5TextModel, Qwen3_5MoeTextModel)
-OWN_LAYERS = {cls: cls.forward for cls in (Qwen3_5DecoderLayer, Qwen3_5MoeDecoderLayer, *RECURRENT, *DECODERS)}
+# Models that see images get forwards that run the whole tower on every rank of Ulysses, their decoders such that split
+# rows behind it.
+SEEING = (
+    qwen2_vl.Qwen2VLModel, qwen2_5_vl.Qwen2_5_VLModel, qwen3_vl.Qwen3VLModel, qwen3_vl_moe.Qwen3VLMoeModel,
+    glm4v.Glm4vModel, Qwen3_5Model, Qwen3_5MoeModel,
+)  # fmt: skip
+DECODERS = (
+    qwen2_vl.Qwen2VLTextModel, qwen2_5_vl.Qwen2_5_VLTextModel, qwen3_vl.Qwen3VLTextModel,
+    qwen3_vl_moe.Qwen3VLMoeTextModel, glm4v.Glm4vTextModel, Qwen3_5TextModel, Qwen3_5MoeTextModel,
+)  # fmt: skip
+OWN_LAYERS = {cls: cls.forward for cls in (Qwen3_5DecoderLayer, Qwen3_5MoeDecoderLayer, *RECURRENT, *SEEING, *DECODERS)}
 
 # Settings, beside the tensors, that veRL reads from a micro-batch to make a model's inputs and outputs.
 SETTINGS = ("pad_mode", "use_fused_kernels", "calculate_entropy", "calculate_sum_pi_squared")
@@ -81,7 +95,8 @@ class Running:
     """The packed micro-batch that the model runs now; the decoder's hooks read it.
 
     branch: of a part of a walk.
-    unsplit: splits the rows that come out of a vision tower, where each rank has all.
+    unsplit: splits rows, where veRL gives each rank all.
+    whole: of the rows of all ranks, where the model's tower is to be told whose images it runs.
     """
 
     packed: PackedRollouts
@@ -89,6 +104,7 @@ class Running:
     layout: Layout | PackedRows | None = None
     head: HeadRows | None = None
     unsplit: Shard | None = None
+    whole: Layout | None = None
 
 
 @EngineRegistry.register(model_type=MODEL_TYPE, backend=FSDP, device="cuda")
@@ -138,6 +154,9 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
         changes = patching.of(decoder, "engine")
         changes.before(self._enter_decoder, first=True)
         changes.behind(self._leave_decoder)
+        for part in module.modules():
+            if media.family(type(part)) is not None:
+                patching.of(part, "engine").before(self._enter_images)
         options = self.model_config.fused_kernel_options or {}
         fast = bool(options.get(FAST, False))
         if fast and not self.model_config.use_liger:  # else veRL has put Liger's kernels in place
@@ -151,10 +170,20 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
         if running is None:
             return args, kwargs
         kwargs = {**kwargs, "dualkv": running.layout}
-        if (shard := running.unsplit) is not None:
-            of_rows = {"inputs_embeds": 1, "position_ids": -1}
-            kwargs |= {name: shard.split(kwargs[name], dim) for name, dim in of_rows.items()}
+        if running.unsplit is not None and running.whole is None:
+            kwargs |= _split(running.unsplit, kwargs)
         return args, kwargs
+
+    def _enter_images(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Forward pre-hook of the model that sees images: it gets the layout, and this rank's rows."""
+        running = self._running
+        if running is None or running.whole is None:
+            return args, kwargs
+        named = dict(zip(layers.arguments(type(module)), args, strict=False)) | kwargs
+        media.ask(module, named, running.whole, running.unsplit)
+        if running.unsplit is not None:
+            named |= _split(running.unsplit, named)
+        return (), {**named, "dualkv": running.layout}
 
     def _leave_decoder(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         if self._running is not None and self._running.head is not None:
@@ -186,18 +215,11 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
             head.reshard()
         return result
 
-    @functools.cached_property
-    def _splits_itself(self) -> bool:
-        """Whether the decoder is one whose rows the engine splits in packed calls, where veRL has not."""
-        return all(isinstance(decoder, DECODERS) for decoder in layers.decoders(self.module))
-
     def _images(self) -> verl_data.Images | str:
         """Find what is packed beside text, or say why nothing is."""
         families = media.families(self.module)
         if not families or any(how.ahead for how in families):
             return f"images of {self.module.config.model_type} are not known to run packed in veRL"
-        if self.use_ulysses_sp and not self._splits_itself:
-            return "ulysses_sequence_parallel_size is above 1, which splits rows behind the check of their positions"
         ids = (getattr(self.module.config, name, None) for name in ("image_token_id", "video_token_id"))
         inputs = tuple(name for how in families for name in how.inputs)
         return verl_data.Images(inputs, {token: kind for kind, token in enumerate(ids, 1) if token is not None})
@@ -368,9 +390,12 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
         inputs = {name: to_device(x, device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
         if of_images is not None:
             running.layout = Placed(of_batch, shard.split(inputs["position_ids"][1:], 2))
-        inputs.update({name: to_device(value, device) for name, value in packed.media.items()})
-        if self._splits_itself and inputs["input_ids"].shape[1] > shard.num_tokens:
+        of_media = {name: to_device(x, device) if isinstance(x, torch.Tensor) else x for name, x in packed.media.items()}
+        inputs.update(of_media)
+        if inputs["input_ids"].shape[1] > shard.num_tokens:
             running.unsplit = shard
+        if packed.media and (running.unsplit is not None or not packed.media.keys().isdisjoint(SEGMENTS.values())):
+            running.whole = layout
         head = HeadRows.of(packed.head_rows, shard.rank, shard.num_tokens, shard.world_size)
         running.head = head.to(device)
         for name in ("input_ids_rmpad_rolled", "temperature_rmpad"):
@@ -521,6 +546,12 @@ def _refuse_ulysses(model_config: Any, ranks: int) -> None:
     except Exception:
         return  # as in `_checked`; the first call with a layout refuses such a model
     recurrent.refuse(found, ranks)
+
+
+def _split(shard: Shard, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """This rank's rows of a model's inputs."""
+    of_rows = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1}
+    return {name: shard.split(inputs[name], dim) for name, dim in of_rows.items() if inputs.get(name) is not None}
 
 
 def _as_sequences(micro_batch: TensorDict, ids: torch.Tensor, offsets: torch.Tensor) -> TensorDict:

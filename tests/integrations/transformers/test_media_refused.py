@@ -13,7 +13,20 @@ tf = pytest.importorskip("transformers")
 
 from dualkv.integrations.transformers import enable  # noqa: E402
 from dualkv.sequence_parallel import Shard  # noqa: E402
-from tests.integrations.transformers.test_media import CLIP, IMAGE, ONE, PLAIN, SIZES, TWO, make, rollouts  # noqa: E402
+from tests.integrations.transformers.test_media import (  # noqa: E402
+    CLIP,
+    GRID,
+    IMAGE,
+    NONE,
+    ONE,
+    PLAIN,
+    SIZES,
+    TWO,
+    make,
+    plain_prompt,
+    prompt,
+    rollouts,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHARD = Shard(dualkv.Layout.from_lengths([2], [[1, 1]]), None)
@@ -43,7 +56,7 @@ def without_tower(family: str, tower: str) -> tuple[Any, dict[str, Any]]:
         ({"input_ids": torch.zeros(1, 5, dtype=torch.int64)}, r"input_ids has shape \(1, 5\), expected \[1, T\] ="),
         ({"input_features": torch.zeros(1)}, "input_features came together with dualkv: Qwen3VLModel runs packed with"),
         ({"deepstack_visual_embeds": [torch.zeros(1)]}, "deepstack_visual_embeds came together with dualkv"),
-        ({"dualkv": SHARD}, "pixel_values came together with a Shard: images do not run packed with"),
+        ({"dualkv": SHARD}, r"input_ids has shape \(1, \d+\), expected \[1, T\] = \(1, 4\)"),
         ({"dualkv": 5}, "dualkv is a int, expected a dualkv.Layout"),
     ],
 )  # fmt: skip
@@ -75,16 +88,46 @@ def test_fewer_images_than_placeholders(family: str) -> None:
     prompts, responses, media = rollouts(family, ONE, ONE)
     batch = dualkv.pack(prompts, responses, media=media)
     images = 1 if family in ("Idefics3", "SmolVLM") else 0  # the dimension of images
-    fewer = {
-        name: value if name.endswith("type_ids") else value.narrow(images, 0, value.shape[images] - 1)
-        for name, value in batch.media.items()
-    }
+    fewer = {}
+    for name, value in batch.media.items():
+        dim = 0 if name == "image_segments" else images
+        fewer[name] = value if name.endswith("type_ids") else value.narrow(dim, 0, value.shape[dim] - 1)
     message = (
-        r"features? and image tokens do not match|rows, in segments 0 and \d of|images or videos of 6 rows|3 images, "
+        r"describes 1 images or videos of|rows, in segments 0 and \d of|3 images, input_ids 16 of their placeholders"
     )
-    message += "input_ids 16 of their placeholders"
     with pytest.raises(ValueError, match=message):
         enable(make(family))(input_ids=batch.input_ids, dualkv=batch.layout, **fewer)
+
+
+@pytest.mark.parametrize(
+    ("family", "kinds", "swapped"),
+    [
+        # One image and two placeholder blocks; two images and one block; and no other image beside text alone.
+        ("InternVL", False, (((1, 2, 2), (1, 2, 2)), ((1, 2, 2),))),
+        ("Qwen2_5OmniThinker", False, (((1, 2, 2), (1, 2, 2)), ((1, 2, 2),))),
+        ("Llava", False, (((1, 2, 2), (1, 2, 2)), NONE)),
+        ("LlavaNext", True, (((1, 2, 4), (1, 4, 4)), ((1, 4, 4),))),
+        ("Mistral3", True, (((1, 4, 4), (1, 2, 4), (1, 2, 4)), ((1, 4, 4),))),
+    ],
+)
+def test_images_of_other_prompts(family: str, kinds: bool, swapped: Any) -> None:
+    """Prompts lack images that others have too many. The totals agree: only the packer knows whose image is whose."""
+    draw = torch.Generator().manual_seed(3)
+    make_prompt = prompt if family in GRID else plain_prompt
+    (first, a), (second, b) = (make_prompt(draw, family, *grids) for grids in swapped)
+    for ids, entry in ((first, a), (second, b)):
+        entry.pop("mm_token_type_ids", None)
+        if kinds:
+            entry["mm_token_type_ids"] = (ids == IMAGE).long()[None]
+    names = [name for name in a if name != "mm_token_type_ids"]
+    held = {name: len(a[name]) // len(swapped[0]) for name in names}  # equal images here
+    of_last = {name: a[name][-held[name] :] for name in names}
+    a |= {name: a[name][: -held[name]] for name in names}
+    b |= {name: torch.cat([of_last[name], b[name]]) if name in b else of_last[name] for name in names}
+    batch = dualkv.pack([first, second], [[[3]], [[4]]], media=[a, b])
+    message = f"image or video {len(swapped[0]) - 1} of pixel_values is one of segment 2 of the layout"
+    with pytest.raises(ValueError, match=message):
+        enable(make(family))(input_ids=batch.input_ids, dualkv=batch.layout, **batch.media)
 
 
 def test_models_and_parts_that_run_text_alone() -> None:
@@ -118,7 +161,6 @@ def test_models_and_parts_that_run_text_alone() -> None:
         ({"image_position_ids": torch.full((3, 32, 2), -1)}, "image_position_ids describes 3 images or videos of 0"),
         ({"mm_token_type_ids": torch.zeros(1, 3)}, r"mm_token_type_ids has shape \(1, 3\), expected \(1, \d+\)"),
         ({"input_features": torch.zeros(1)}, "input_features came together with dualkv: Gemma4Model runs packed"),
-        ({"dualkv": SHARD}, "came together with a Shard: images do not run packed with sequence paral"),
     ],
 )  # fmt: skip
 def test_calls_of_gemma_4_that_are_refused(change: dict[str, Any], message: str) -> None:

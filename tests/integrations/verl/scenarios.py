@@ -216,6 +216,7 @@ TWO: dict[str, dict[str, Any]] = {
     "dp2-walk-on-one-rank": WALK | WALK_ON_ONE_RANK,
     "dp2-walk-trees": TREES | WALK | {"temperature": "ragged"},
     "dp2-images": PACKED | IMAGES | {"budget": TIGHT},
+    "sp2-images": PACKED | IMAGES | {"sp": 2, "budget": TIGHT // 2},
 }
 
 FOUR: dict[str, dict[str, Any]] = {
@@ -301,7 +302,6 @@ ONE_MORE: dict[str, dict[str, Any]] = {
     "distillation": PACKED | {"run": "scored", "settings": {"distillation_only": False, "distillation_use_topk": True}},
 }
 TWO_MORE: dict[str, dict[str, Any]] = {
-    "sp2-images": PACKED | IMAGES | {"run": "scored", "sp": 2},
     "dp2-one-rank-multimodal": PACKED | {"run": "multimodal", "at": 1},
     "sp2-bench": {
         "run": "bench",

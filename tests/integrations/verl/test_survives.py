@@ -75,10 +75,6 @@ def test_worker_restarted_from_a_checkpoint(results: Results) -> None:
 
 WHY = {
     "multimodal": "it holds images, audio or video, and images of qwen3 are not known to run packed in veRL",
-    "sp2-images": (
-        "it holds images, audio or video, and ulysses_sequence_parallel_size is above 1, which splits rows behind the"
-        " check of their positions"
-    ),
     "prompt-in-loss": "prompt tokens are in the loss",
     "distillation": "top-k distillation reads the teacher's values at every row",
 }

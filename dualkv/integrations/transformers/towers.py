@@ -1,0 +1,250 @@
+"""Vision towers in packed calls: each segment's placeholders get the features of its own images.
+
+With sequence parallelism, a rank runs the tower on its share of the images. The features then go to the ranks that have
+the rows of their placeholders, and gradients go back. So a rank's model fills the placeholders of its own rows, as it
+does without ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dualkv.arrays import IntArray
+from dualkv.data.media import GRIDS, IN_ROWS, PLACES, TOGETHER
+from dualkv.integrations import patching
+from dualkv.layout import Layout
+from dualkv.sequence_parallel import Shard, exchanged
+
+METHODS = {"pixel_values": "get_image_features", "pixel_values_videos": "get_video_features"}
+
+
+class Images(NamedTuple):
+    """The images of a call, or its videos.
+
+    Attributes:
+        patches: the input with their pixels.
+        name: the input that describes them, in messages.
+        rows: [P] the packed rows of their placeholders, on the host.
+        counts: [images] the placeholders of each image; None where only the tower's output says it.
+        segments: [images] the segment of each image, as packed; None where the packer has compared counts.
+        layout: of all rows.
+        shard: the ranks that share the rows, if any.
+        inputs: the inputs by name, of all images on every rank.
+    """
+
+    patches: str
+    name: str
+    rows: torch.Tensor
+    counts: torch.Tensor | None
+    segments: torch.Tensor | None
+    layout: Layout
+    shard: Shard | None
+    inputs: dict[str, Any]
+
+    def check(self, counts: torch.Tensor) -> None:
+        """Raises ValueError where placeholders do not lie in the segments of their images."""
+        found = owners(self.rows, counts, self.layout, self.name)
+        if self.segments is None:
+            return
+        if len(self.segments) != len(found):
+            raise ValueError(
+                f"the packer counts {len(self.segments)} images or videos in {self.patches}, the model {len(found)}:"
+                " expected as many"
+            )
+        expected = self.segments.cpu().numpy()
+        differs = np.flatnonzero(found != expected)
+        if len(differs):
+            at = int(differs[0])
+            raise ValueError(
+                f"image or video {at} of {self.patches} is one of segment {expected[at]} of the layout, and its"
+                f" {int(counts[at])} placeholders lie in segment {found[at]}: expected one image for each placeholder"
+                " of every prompt and response"
+            )
+
+    def held(self) -> dict[str, IntArray] | None:
+        """How much of each input's first dimension every image has; None where images cannot be run apart."""
+        if {IN_ROWS, TOGETHER} & self.inputs.keys():
+            return None
+        grid = next((self.inputs[name] for _, name, _ in GRIDS if name in self.inputs), None)
+        frames = self.inputs.get("num_frames_per_video")
+        images = len(next(x for x in (grid, frames, self.inputs[self.patches]) if x is not None))
+        found = {name: np.ones(images, np.int64) for name in self.inputs}
+        if grid is not None:
+            found[self.patches] = grid.prod(1).cpu().numpy()
+        elif frames is not None:
+            found |= dict.fromkeys((self.patches, PLACES[self.patches]), torch.as_tensor(frames).cpu().numpy())
+        return found if all(len(self.inputs[name]) == of.sum() for name, of in found.items()) else None
+
+
+def owners(rows: torch.Tensor, counts: torch.Tensor, layout: Layout, name: str) -> IntArray:
+    """The segment of each image, whose rows are the next `counts` of the placeholders in `rows`."""
+    if len(rows) != int(counts.sum()):
+        raise ValueError(
+            f"{name} describes {len(counts)} images or videos of {int(counts.sum())} rows in all, input_ids has"
+            f" {len(rows)} of their placeholders"
+        )
+    segments = torch.searchsorted(layout.offsets[1:].long(), rows, right=True)
+    ends = counts.cumsum(0)
+    first, last = segments[ends - counts], segments[ends - 1]
+    if not torch.equal(first, last):
+        at = int((first != last).int().argmax())
+        raise ValueError(
+            f"{name}[{at}] has {int(counts[at])} rows, in segments {int(first[at])} and {int(last[at])} of the layout:"
+            " expected each segment's images next to each other, in the order of the segments"
+        )
+    return first.numpy()
+
+
+# ---------------------------------------------------------------- a tower
+class Features:
+    """The function of a model that runs its tower, in the place of the model's own.
+
+    Attributes:
+        asked: the images of the next call; None for a call that goes through.
+    """
+
+    def __init__(self, module: nn.Module, method: str) -> None:
+        self.module, self.method = module, method
+        self.asked: Images | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        asked, self.asked = self.asked, None
+        own = getattr(type(self.module), self.method)
+        if asked is None:
+            return own(self.module, *args, **kwargs)
+        if asked.shard is not None and asked.shard.world_size > 1:
+            names = [*inspect.signature(own).parameters][1:]
+            given = dict(zip(names, args, strict=False)) | kwargs
+            return _shared(asked, asked.shard, partial(own, self.module), names[0], given)
+        output = own(self.module, *args, **kwargs)
+        asked.check(_counts(output.pooler_output) if asked.counts is None else asked.counts)
+        return output
+
+
+def install(module: nn.Module) -> None:
+    """Put :class:`Features` in the place of the functions that run a model's tower."""
+    for method in METHODS.values():
+        if hasattr(type(module), method):
+            patching.of(module).replace(method, Features(module, method))
+
+
+def ask(module: nn.Module, images: dict[str, Images]) -> None:
+    """Tell a model's towers which images the next call has; none of a kind that `images` lacks.
+
+    Raises:
+        ValueError: somebody has put another function in the place of the tower's.
+    """
+    for patches, method in METHODS.items():
+        tower = getattr(module, method, None)
+        if isinstance(tower, Features):
+            tower.asked = images.get(patches)
+        elif patches in images:
+            raise ValueError(
+                f"{type(module).__name__}.{method} was replaced after dualkv was enabled, so nobody checks whose images"
+                f" {patches} has: enable the model again"
+            )
+
+
+def _counts(features: Any) -> torch.Tensor:
+    """[images] the rows of each image."""
+    return torch.tensor([len(x) for x in features], dtype=torch.int64)
+
+
+# ---------------------------------------------------------------- ranks
+def _shared(asked: Images, shard: Shard, tower: Callable[..., Any], pixels: str, given: dict[str, Any]) -> Any:
+    """The tower's output for the placeholders of this rank's rows, from the ranks that ran their images.
+
+    pixels: the name of the tower's argument with the patches.
+    """
+    held = asked.held()
+    at = np.argsort(shard.host_order)[asked.rows.numpy()]  # among the rows of all ranks, one rank after another
+    if held is None:  # each rank runs all images
+        output = tower(**given)
+        asked.check(_counts(output.pooler_output) if asked.counts is None else asked.counts)
+        ordered = np.argsort(at)
+        own = ordered[at[ordered] // shard.num_tokens == shard.rank]
+        return _of_rows(output, lambda features: features.index_select(0, _on(features.device, own)))
+    by_rank = _shares(held[asked.patches], shard.world_size)
+    share = np.flatnonzero(by_rank == shard.rank)
+    runs = share if len(share) else np.array([held[asked.patches].argmin()])  # for the collectives of FSDP
+    for name, of in held.items():
+        argument = pixels if name == asked.patches else name
+        if given.get(argument) is not None:
+            given[argument] = _some(given[argument], of, runs)
+    output = tower(**given)
+    counts = asked.counts
+    if counts is None:
+        of_all = torch.zeros(len(by_rank), dtype=torch.int64)
+        of_all[torch.from_numpy(share)] = _counts(output.pooler_output)[: len(share)]
+        of_all = of_all.to(asked.inputs[asked.patches].device)
+        dist.all_reduce(of_all, group=shard.group)
+        counts = of_all.cpu()
+    asked.check(counts)
+    ran = np.repeat(by_rank, counts.numpy())
+    return _of_rows(output, lambda features: _to_readers(features, shard, at, ran))
+
+
+def _of_rows(output: Any, select: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The tower's output with the selected features [rows, C], of all levels at once."""
+    levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or [])]
+    flat = [level.flatten(0, -2) if isinstance(level, torch.Tensor) else torch.cat(list(level)) for level in levels]
+    parts = select(torch.cat(flat, 1)).split([x.shape[1] for x in flat], 1)
+    # Models join features that come image by image, and read two dimensions of others.
+    found = [
+        part.view(*[1] * (level.dim() - 2), *part.shape) if isinstance(level, torch.Tensor) else (part,)
+        for part, level in zip(parts, levels, strict=True)
+    ]
+    output.pooler_output = found[0]
+    if len(levels) > 1:
+        output.deepstack_features = found[1:]
+    return output
+
+
+def _shares(weights: IntArray, ranks: int) -> IntArray:
+    """[images] the rank that runs each image: the largest images first, each by the rank with the least work."""
+    work, found = np.zeros(ranks, np.int64), np.empty(len(weights), np.int64)
+    for image in np.argsort(-weights, kind="stable").tolist():
+        found[image] = work.argmin()
+        work[found[image]] += weights[image]
+    return found
+
+
+def _some(value: Any, held: IntArray, images: IntArray) -> Any:
+    """The part of an input that some images have."""
+    begin = np.cumsum(held) - held
+    rows = np.concatenate([np.arange(begin[i], begin[i] + held[i]) for i in images.tolist()])
+    if isinstance(value, torch.Tensor):
+        return value.index_select(0, torch.from_numpy(rows).to(value.device))
+    return [value[i] for i in rows.tolist()]
+
+
+def _on(device: torch.device, index: IntArray) -> torch.Tensor:
+    return torch.from_numpy(index).to(device)
+
+
+def _to_readers(features: torch.Tensor, shard: Shard, at: IntArray, ran: IntArray) -> torch.Tensor:
+    """The features of this rank's placeholders, in the order of its rows.
+
+    Args:
+        features: [F, C] of the images that this rank ran.
+        shard: the ranks.
+        at: [P] the places of all placeholders among the rows of one rank after another.
+        ran: [P] the rank that ran the image of each placeholder.
+    """
+    local = np.empty(len(ran), np.int64)  # the place among the features of the rank that ran the image
+    for rank in range(shard.world_size):
+        local[ran == rank] = np.arange(np.count_nonzero(ran == rank))
+    ordered, reader = np.argsort(at), at // shard.num_tokens
+    sent = ordered[ran[ordered] == shard.rank]
+    reads = ordered[reader[ordered] == shard.rank]
+    to, of = (np.bincount(x, minlength=shard.world_size).tolist() for x in (reader[sent], ran[reads]))
+    received = exchanged(features.index_select(0, _on(features.device, local[sent])), to, of, shard.group)
+    return received.index_select(0, _on(features.device, np.argsort(np.argsort(ran[reads], kind="stable"))))
