@@ -60,7 +60,8 @@ class PackedBatch:
             list a prompt, stay in the order of the input.
         padded_width: columns of `unpack(form="padded")`: those of the padded input, or the longest response.
         media: inputs of the model for the images, videos and audio of all segments, each once: values of tokens
-            (`mm_token_type_ids`) as [1, T], all others end to end. Call the model with `**batch.media`.
+            (`mm_token_type_ids`) as [1, T], all others end to end; `image_segments` [images] where only the model can
+            say how many placeholders an image has. Call the model with `**batch.media`.
     """
 
     input_ids: torch.Tensor

@@ -41,7 +41,7 @@ class Ahead(NamedTuple):
         return Ahead(queries, keys, self.layout.to(device), self.windows, spread)
 
     def over(self, shard: Shard) -> Ahead:
-        """The same keys where ranks share the rows."""
+        """Plan how ranks that share the rows exchange these keys."""
         if not isinstance(shard, ContextShard) or shard.world_size == 1:
             return self
         return self._replace(spread=Spread.of(self.queries, self.keys, shard))

@@ -444,7 +444,8 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True, fas
     responses of a group share it.
 
     Images and videos of prompts run packed in the models of
-    :data:`dualkv.integrations.transformers.media.FAMILIES`: pass `**batch.media` too.
+    :data:`dualkv.integrations.transformers.media.FAMILIES`: pass `**batch.media` too, with sequence parallelism that of
+    all rows on every rank.
 
     Args:
         model: a transformers model or a wrapper around one. It is changed in place: the attention implementation of

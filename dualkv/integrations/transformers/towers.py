@@ -70,7 +70,7 @@ class Images(NamedTuple):
             )
 
     def held(self) -> dict[str, IntArray] | None:
-        """How much of each input's first dimension every image has; None where images cannot be run apart."""
+        """Count every image's part of each input's first dimension; None where images cannot be run apart."""
         if {IN_ROWS, TOGETHER} & self.inputs.keys():
             return None
         grid = next((self.inputs[name] for _, name, _ in GRIDS if name in self.inputs), None)

@@ -390,7 +390,9 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
         inputs = {name: to_device(x, device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
         if of_images is not None:
             running.layout = Placed(of_batch, shard.split(inputs["position_ids"][1:], 2))
-        of_media = {name: to_device(x, device) if isinstance(x, torch.Tensor) else x for name, x in packed.media.items()}
+        of_media = {
+            name: to_device(x, device) if isinstance(x, torch.Tensor) else x for name, x in packed.media.items()
+        }
         inputs.update(of_media)
         if inputs["input_ids"].shape[1] > shard.num_tokens:
             running.unsplit = shard
