@@ -115,6 +115,11 @@ class Features:
         self.module, self.method = module, method
         self.asked: Images | None = None
 
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The signature of the model's own function, by which `generate` finds its inputs."""
+        return inspect.signature(getattr(type(self.module), self.method).__get__(self.module))
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         asked, self.asked = self.asked, None
         own = getattr(type(self.module), self.method)

@@ -340,6 +340,15 @@ def test_given_positions_are_compared_with_those_of_the_model() -> None:
             model(**inputs, position_ids=batch.position_ids)
 
 
+@pytest.mark.parametrize("family", ["Qwen2_5_VL", "Gemma3"])
+def test_generation_behind_images(family: str) -> None:
+    """An enabled model's `generate` finds the inputs of its towers."""
+    (ids, *_), _, (entry, *_) = rollouts(family, ONE)
+    given = {"input_ids": ids[None], **entry, "max_new_tokens": 2, "do_sample": False}
+    expected = make(family).eval().generate(**given)
+    assert torch.equal(enable(make(family).eval()).generate(**given), expected)
+
+
 # ---------------------------------------------------------------- packing
 def test_equal_prompts_have_equal_images() -> None:
     """One group for copies of an image, two for two images behind the same ids; a padded batch finds the same."""
