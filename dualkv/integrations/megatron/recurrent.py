@@ -90,11 +90,13 @@ class PackedGatedDeltaNet(Checked, stock.GatedDeltaNet):
         return delta_rule(trees, rows, stock.torch_chunk_gated_delta_rule, kernel), gate
 
     def _check_heads(self: Any, shard: Shard) -> None:
-        where = f"the gated delta net of layer {self.layer_number}"
-        for kind, heads in (("key", self.num_key_heads), ("value", self.num_value_heads)):
+        where, keys = f"the gated delta net of layer {self.layer_number}", self.num_key_heads
+        for kind, heads in (("key", keys), ("value", self.num_value_heads)):
             if heads % self.tp_size:  # configs of a HybridModel are not asked
                 expected = f"a multiple of the {self.tp_size} tensor-parallel ranks"
                 raise ValueError(f"{where} has {heads} {kind} heads, expected {expected}")
+        if self.num_value_heads % keys:
+            raise ValueError(f"{where} has {self.num_value_heads} value heads, expected a multiple of {keys} key heads")
         check_heads(where, self.num_value_heads // self.tp_size, shard.world_size)
 
 

@@ -227,12 +227,17 @@ def test_arguments_by_position() -> None:
 
 
 def test_recurrent_layers() -> None:
-    """Layers that are not enabled, and key heads that tensor-parallel ranks cannot share."""
+    """Layers that are not enabled, and heads that do not fit together or the tensor-parallel ranks."""
     cpu.parallel()
     settings = RECURRENT | {"linear_attention_freq": [1, 1]}
     model = build(enable(layer_spec(**settings)), settings)
     net = model.decoder.layers[0].self_attention
-    net.tp_size, net.num_key_heads = 2, 3
+    net.num_key_heads = 3
+    with pytest.raises(
+        ValueError, match=r"^the gated delta net of layer 1 has 4 value heads, expected a multiple of 3 "
+    ):
+        call(model)
+    net.tp_size = 2
     with pytest.raises(ValueError, match=r"^the gated delta net of layer 1 has 3 key heads, expected a multiple of"):
         call(model)
     disable(model)
