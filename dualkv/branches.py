@@ -309,7 +309,7 @@ class Branch(PackedRows):
         keeps_all: whether layers that are checkpointed keep everything in this call, so that none runs again.
         anchor: a leaf that gives what reads kept tensors a place in the graph. It gets no gradient.
         at_end: callbacks for the end of the present pass's forward.
-        kv_heads: the fewest of the attention layers that ran, 0 if none did.
+        widths: of the attention layers that ran, by KV heads: the numbers that a row of the path takes in the widest.
     """
 
     def __init__(
@@ -327,7 +327,7 @@ class Branch(PackedRows):
         self._keeping, self._modes = keeping or Keeping(), {} if modes is None else modes
         self._writes = writes
         self._kept: dict[Hashable, Kept] = {}
-        self.kv_heads = 0
+        self.widths: dict[int, int] = {}
         self._noted: dict[Hashable, torch.Tensor] = {}
         self.anchor = torch.zeros((), requires_grad=True)
         self.at_end = ExitStack()
@@ -408,7 +408,7 @@ class Branch(PackedRows):
         call = layer, self.call_of(layer)
         path = _Path([(self._keys(above, call), n) for above, (_, n) in zip(self._above, self.part.path, strict=True)])
         asked = checked(q, k, v, softmax_scale, Features.given(**features))
-        self.kv_heads = min(self.kv_heads or k.shape[1], k.shape[1])
+        self.note_width(*asked[:3], k.shape[1])
         if self.part.is_trunk:
             self.keep(call, asked.k, asked.v)
         if not path.rows:
@@ -419,6 +419,11 @@ class Branch(PackedRows):
             deterministic, asked.features, backend,
         )  # fmt: skip
         return out
+
+    def note_width(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_heads: int) -> None:
+        """Note the width of an attention layer (`widths`); kv_heads: as many may run one after another."""
+        width = (q.shape[1] + k.shape[1]) * (k.shape[2] + v.shape[2])  # with gradients twice as many
+        self.widths[kv_heads] = max(width, self.widths.get(kv_heads, 0))
 
     def attention_of(self, layer: Hashable) -> Callable[..., torch.Tensor]:
         """:meth:`attention` of a layer."""

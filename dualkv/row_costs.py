@@ -86,12 +86,15 @@ def measure_rows(
             beside.append(max(0.0, long.peak - path * 2 * LONG * rows) / rows)
         head = of_head(rows)
         of_row = max(0.0, of_head(2 * rows) - head) / rows
-    heads, head = max(1, long.kv_heads), max(0.0, head - of_row * rows)
+    head = max(0.0, head - of_row * rows)
     at_end = saved[0] + of_row, saved[1] + of_row
-    return RowCosts(kept, path, graph[0], graph[1], pairs, heads, head, (beside[0], beside[1]), at_end)
+    heads, others = _heads(long.widths)
+    return RowCosts(kept, path, graph[0], graph[1], pairs, heads, head, (beside[0], beside[1]), at_end, others)
 
 
-def measure_sharded_rows(forward: Forward, input_ids: torch.Tensor, most: int) -> RowCosts:
+def measure_sharded_rows(
+    forward: Forward, input_ids: torch.Tensor, most: int, keeping: Keeping | None = None
+) -> RowCosts:
     """Measure the bytes of a row of a model whose weights are gathered for each layer, as FSDP does.
 
     What gathered weights take does not depend on rows, and few rows would take less. So this looks only at what more
@@ -101,6 +104,7 @@ def measure_sharded_rows(forward: Forward, input_ids: torch.Tensor, most: int) -
     Args:
         forward, input_ids: as for :func:`measure_rows`.
         most: recomputed rows that there is memory for.
+        keeping: how trunks keep their tensors.
 
     Raises:
         ValueError: fewer than 2 rows, and as :func:`dualkv.walk`.
@@ -109,15 +113,23 @@ def measure_sharded_rows(forward: Forward, input_ids: torch.Tensor, most: int) -
     few, below = min(256, many), max(1, min(many, ROWS_AT_ONCE // 2) // LONG)
     tokens = input_ids.detach().reshape(-1)
     tokens = tokens.repeat(-(-(2 * LONG + 1) * max(many, below) // len(tokens)))
-    run = partial(_run, forward, tokens, Keeping())
+    run = partial(_run, forward, tokens, keeping or Keeping())
     with torch.random.fork_rng([input_ids.device] if input_ids.is_cuda else []):
         run(1, few, True)  # what first calls allocate belongs to no row
         pairs = ((run(1, n, keeps_all), run(1, 2 * n, keeps_all), n) for n, keeps_all in ((few, True), (many, False)))
         graph, recomputed = ((larger.peak - smaller.peak) / n for smaller, larger, n in pairs)
         short, long = (run(n * LONG * below, below, False) for n in (1, 2))
     path, kept = max(0.0, (long.peak - short.peak) / (LONG * below)), long.kept / (2 * LONG * below)
-    heads = max(1, long.kv_heads) if torch.is_grad_enabled() else 1
-    return RowCosts(kept, path, max(graph, recomputed), recomputed, kv_heads=heads)
+    heads, others = _heads(long.widths if torch.is_grad_enabled() else {})  # a forward computes all at once
+    return RowCosts(kept, path, max(graph, recomputed), recomputed, kv_heads=heads, other_heads=others)
+
+
+def _heads(widths: dict[int, int]) -> tuple[int, tuple[tuple[int, float], ...]]:
+    """Return `kv_heads` and `other_heads` of :class:`RowCosts` for :attr:`Branch.widths`."""
+    if not widths:
+        return 1, ()
+    widest = max(widths, key=lambda heads: widths[heads])
+    return widest, tuple((heads, width / widths[widest]) for heads, width in widths.items() if heads != widest)
 
 
 def _run(forward: Forward, tokens: torch.Tensor, keeping: Keeping, path: int, own: int, keeps_all: bool) -> _Bytes:
@@ -140,7 +152,7 @@ def _run(forward: Forward, tokens: torch.Tensor, keeping: Keeping, path: int, ow
         saved = peak.now()
         if training:
             branch.backward(hidden.sum(), inputs=[branch.anchor])
-    return _Bytes(peak.bytes, saved, sum(trunk.kept_bytes for trunk in trunks), branch.kv_heads)
+    return _Bytes(peak.bytes, saved, sum(trunk.kept_bytes for trunk in trunks), branch.widths)
 
 
 def _one_sequence(ids: torch.Tensor, counts: bool = True) -> PackedSequences:
@@ -151,12 +163,13 @@ def _one_sequence(ids: torch.Tensor, counts: bool = True) -> PackedSequences:
 
 
 class _Bytes(NamedTuple):
-    """Bytes at the peak of a part and at the end of its forward, bytes that its path keeps, the fewest KV heads."""
+    """Bytes at the peak of a part and at the end of its forward, bytes that its path keeps, and the widths of layers
+    (:attr:`Branch.widths`)."""
 
     peak: float
     saved: float
     kept: float
-    kv_heads: int
+    widths: dict[int, int]
 
 
 def _leaves(value: torch.Tensor) -> list[torch.Tensor]:

@@ -23,6 +23,8 @@ PASS_BACKWARD = 2300  # adds to the gradients of all weights
 LEAST_PASS = 3700  # of a forward: the host launches as many kernels for few rows
 ROWS_AT_ONCE = 32768  # of all KV heads, for which the backward of attention behind a path makes room at a time
 
+POSITIVE = "bytes", "graph", "recomputed", "pairs", "kv_heads", "other_heads"  # costs of a path and the head may be 0
+
 
 def heads_at_once(rows: int, kv_heads: int) -> int:
     """Return the KV heads that the backward of a part's attention takes at a time, of rows of its path and its own.
@@ -42,11 +44,13 @@ class RowCosts(NamedTuple):
         graph: what a row takes in a pass whose layers keep all that their backward needs.
         recomputed: the same in a pass whose layers are recomputed in the backward.
         pairs: pairs of a query and a key that take the time of a row of projections and MLP.
-        kv_heads: the fewest of a layer's. Behind a long path some run after others (:func:`heads_at_once`).
+        kv_heads: of the layer whose path takes the most. Behind a long path some run after others
+            (:func:`heads_at_once`).
         head: bytes that the head and the loss of a pass take, whatever its rows. What they take of a row is in `saved`.
         beside_path: `graph` and `recomputed` at the time when rows of the path take `path`: in the backward of
             attention, where the MLP is done. None: the same.
         saved: `graph` and `recomputed` at the end of the forward, when the head runs. None: the same.
+        other_heads: of layers with other numbers of KV heads: each number, and the share of `path` that it takes.
     """
 
     kept: float
@@ -58,10 +62,12 @@ class RowCosts(NamedTuple):
     head: float = 0.0
     beside_path: tuple[float, float] | None = None
     saved: tuple[float, float] | None = None
+    other_heads: tuple[tuple[int, float], ...] = ()
 
     def of_path(self, rows: int) -> float:
         """Return the bytes that a path of so many rows takes while a part below it runs."""
-        return self.path * rows * heads_at_once(rows, self.kv_heads) / self.kv_heads
+        layers = (self.kv_heads, 1.0), *self.other_heads
+        return self.path * rows * max(share * heads_at_once(rows, heads) / heads for heads, share in layers)
 
     def own(self, keeps_all: bool) -> tuple[float, float, float]:
         """Return the bytes of a pass's own row: at the peak of a layer, in attention's backward, and when the head
@@ -93,11 +99,12 @@ class Memory:
             raise TypeError(f"row is a {type(self.row).__name__}, expected a RowCosts")
         given = [("bytes", self.bytes)]
         for name, value in self.row._asdict().items():
-            given += [(name, x) for x in (value if isinstance(value, tuple) else [value]) if x is not None]
+            for x in value if isinstance(value, tuple) else [value]:
+                given += [(name, y) for y in (x if isinstance(x, tuple) else [x]) if y is not None]
         for name, value in given:
             if isinstance(value, bool) or not isinstance(value, int | float | np.number):
                 raise TypeError(f"{name} is {value!r}, expected a number")
-            if not 0 <= value < float("inf") or (value == 0 and name in ("bytes", "graph", "recomputed", "pairs")):
+            if not 0 <= value < float("inf") or (value == 0 and name in POSITIVE):
                 raise ValueError(f"{name} is {value}, expected a positive number")
 
     def of_pass(self, waiting: int, path: int, own: int, keeps_all: bool, has_head: bool = True) -> float:

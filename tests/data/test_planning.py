@@ -115,6 +115,24 @@ def test_the_loop_of_the_docstring_is_exact():
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
 
 
+def test_a_path_takes_what_the_layer_with_the_most_takes():
+    """Layers run some KV heads at a time behind long paths: 5 of 8, and 1 of 2."""
+    weight = torch.ones(1, 8, 8, requires_grad=True)
+
+    def forward(ids, branch):
+        x = ids[0, :, None, None] * weight
+        for layer, heads in enumerate((8, 2)):
+            x = branch.attention(x, x[:, :heads], x[:, :heads], layer=layer)
+        return x.flatten(1)[None]
+
+    found = dualkv.measure_rows(forward, torch.arange(9), rows=16)
+    assert (found.kv_heads, found.other_heads) == (8, ((2, 10 / 16),))
+    assert found.of_path(49152) == found.path * 49152 * 5 / 8
+    assert found._replace(other_heads=((1, 0.9),)).of_path(49152) == pytest.approx(found.path * 49152 * 0.9)
+    with pytest.raises(ValueError, match="other_heads is 0, expected a positive number"):
+        Memory(1, found._replace(other_heads=((0, 0.9),)))
+
+
 # ---------------------------------------------------------------- 8 layers of Qwen3-8B, as recorded on an H200
 LAYERS = RowCosts(98_304, 58_877, 1_829_720, 346_949, 23_553, 1, 0, (1_660_000, 221_000), (1_772_000, 106_500))
 HEAD = 3.745e9

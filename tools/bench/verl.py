@@ -518,7 +518,8 @@ def run(
     dist.init_process_group("cpu:gloo,cuda:nccl" if get_device_name() == "cuda" else "gloo")
     record, done = Record(json_to, get_device_name() == "cuda"), list[dict[str, Any]]()
     if profile is not None:
-        logging.basicConfig(level=logging.INFO)  # what walks log of their plans
+        logging.basicConfig()
+        logging.getLogger("dualkv").setLevel(logging.INFO)  # walks log their plans
         profile.mkdir(parents=True, exist_ok=True)
     for figures in measure_all(listed, build, distance_on, check, profile):
         done.append(figures)

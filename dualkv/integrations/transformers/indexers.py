@@ -164,7 +164,7 @@ def attend(
     call = checked(q, k, v, softmax_scale, features)
     if isinstance(dualkv, Branch):
         dualkv.check_gradients()
-        dualkv.kv_heads = min(dualkv.kv_heads or k.shape[1], k.shape[1])
+        dualkv.note_width(call.q, call.k, call.v, 1)  # all heads run at once
         key = module, dualkv.call_of(module)
         if dualkv.part.is_trunk:
             dualkv.keep(key, call.k, call.v)

@@ -80,7 +80,7 @@ class PacksBatches:
         self._counter = FlopsCounter(work.of_full_attention(model_config.hf_config))
         self._layers = by_config(model_config.hf_config)
         self._min_shared = _min_shared((model_config.fused_kernel_options or {}).get(TREES, False))
-        self._walks = walked.asked(model_config.fused_kernel_options)
+        self._keeping = walked.asked(model_config.fused_kernel_options)
 
     # ------------------------------------------------------------------ micro-batches
     def _plan(

@@ -130,8 +130,9 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
         super().__init__(model_config, *args, **kwargs)
         self.row_ranks = self.model_ranks = self.engine_config.ulysses_sequence_parallel_size
         _refuse_ulysses(model_config, self.row_ranks)
-        if self._walks:
-            walked.refuse(model_config, self.engine_config, _takes_images(self._of_decoder(model_config.hf_config)))
+        if self._keeping is not None:
+            takes_images = _takes_images(self._of_decoder(model_config.hf_config))
+            walked.refuse(model_config, self.engine_config, takes_images, self._keeping)
 
     @staticmethod
     def _of_decoder(config: Any) -> Any:
@@ -229,7 +230,7 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> Any:
         restore_attention()  # another engine may have been built since
-        walk = functools.partial(self._plan_walk, data, forward_only) if self._walks else None
+        walk = None if self._keeping is None else functools.partial(self._plan_walk, data, forward_only)
         planned = self._plan(data, self._images(), walk=walk)
         if planned is None:
             self._refuse_replicated()
@@ -352,7 +353,9 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
             self._running = None
 
     def _more_metrics(self) -> dict[str, float]:
-        found = {"walked_parts": float(self._walked_parts if self._planned is not None else 0)} if self._walks else {}
+        found = (
+            {} if self._keeping is None else {"walked_parts": float(self._walked_parts * (self._planned is not None))}
+        )
         return found if self._compared is None else found | {"packed_vs_separate": self._compared.difference}
 
     # ------------------------------------------------------------------ a micro-batch

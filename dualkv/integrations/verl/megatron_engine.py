@@ -395,7 +395,7 @@ def _refuse(model_config: Any, engine_config: Any) -> None:
             "fused_kernel_options.dualkv_fast is True, strategy megatron has fused kernels of its own: set"
             " actor.megatron.override_transformer_config"
         )
-    if walked.asked(options):
+    if walked.asked(options) is not None:
         raise ValueError(f"fused_kernel_options.{walked.WALK} is True, expected false on strategy megatron: use fsdp2")
     if canary.steps(options) is not None:
         raise ValueError(f"fused_kernel_options.{canary.CANARY} is set, strategy megatron has no canary: unset it")

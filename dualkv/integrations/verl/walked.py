@@ -24,10 +24,11 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
+from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.utils import detach_tree
 
 from dualkv.arrays import IntArray, positions, to_device
-from dualkv.branches import Branch
+from dualkv.branches import Branch, Keeping
 from dualkv.data.memory import Memory, RowCosts
 from dualkv.data.parts import Fitting, TreePart, fitting
 from dualkv.data.planning import PlannedBatch, plan_shared
@@ -40,18 +41,36 @@ from dualkv.walks import Pass, State, part_passes
 
 logger = logging.getLogger(__name__)
 NONE = np.zeros(0, np.int64)
-WALK = "dualkv_walk"  # in `model.fused_kernel_options`
+# In `model.fused_kernel_options`: whether to walk, the dtype of sums of gradients of keys and values, and whether these
+# wait in host memory.
+WALK, GRADIENTS, ON_HOST = "dualkv_walk", "dualkv_walk_gradients", "dualkv_walk_on_host"
+ROWS = "input_ids", "position_ids"
+SUMS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def asked(options: Any) -> bool:
-    """The option's value; ValueError unless it is true or false."""
-    value = (options or {}).get(WALK, False)
-    if not isinstance(value, bool):
-        raise ValueError(f"fused_kernel_options.{WALK} is {value!r}, expected true or false")
-    return value
+def asked(options: Any) -> Keeping | None:
+    """Read the options: how trunks keep their tensors, None where nothing is walked.
+
+    Raises:
+        ValueError: other values than true or false (`dualkv_walk`, `dualkv_walk_on_host`), fp32 or bf16
+            (`dualkv_walk_gradients`), and the last two without a walk.
+    """
+    given = dict(options or {})
+    for name in (WALK, ON_HOST):
+        if not isinstance(value := given.get(name, False), bool):
+            raise ValueError(f"fused_kernel_options.{name} is {value!r}, expected true or false")
+    sums = given.get(GRADIENTS, "fp32")
+    if sums not in SUMS:
+        raise ValueError(f"fused_kernel_options.{GRADIENTS} is {sums!r}, expected {' or '.join(SUMS)}")
+    if given.get(WALK, False):
+        return Keeping(SUMS[sums], given.get(ON_HOST, False))
+    for name in (GRADIENTS, ON_HOST):
+        if name in given:
+            raise ValueError(f"fused_kernel_options.{name} is set without {WALK}=True, expected both")
+    return None
 
 
-def refuse(model_config: Any, engine_config: Any, takes_images: bool) -> None:
+def refuse(model_config: Any, engine_config: Any, takes_images: bool, keeping: Keeping) -> None:
     """Raises ValueError for settings of an engine that does not walk with them."""
     for name, value, expected in (
         ("ulysses_sequence_parallel_size", engine_config.ulysses_sequence_parallel_size, 1),
@@ -63,6 +82,12 @@ def refuse(model_config: Any, engine_config: Any, takes_images: bool) -> None:
             raise ValueError(
                 f"{WALK} is set together with {name}={value}, expected {expected}: such rows are not walked"
             )
+    computed = (engine_config.mixed_precision or {}).get("param_dtype", "bf16")
+    if keeping.sum_dtype(PrecisionType.to_dtype(computed)) != keeping.gradients:
+        raise ValueError(
+            f"fused_kernel_options.{GRADIENTS} is bf16 and mixed_precision.param_dtype is {computed}, whose sums are"
+            " fp32: leave the option out"
+        )
     if takes_images:
         raise ValueError(
             f"{WALK} is set for a {model_config.hf_config.model_type}, expected a model of text alone: each part would"
@@ -100,7 +125,7 @@ class Unit:
 
     Attributes:
         rollouts: [n] indices in the batch.
-        micro_batch: of these, as veRL's losses see them.
+        micro_batch: of these, as veRL's losses see them, or their rows alone (`ROWS`).
         packed: the same.
         parts: numbered on from those of other units.
         token_part: [M] the part that predicts each response token.
@@ -192,25 +217,31 @@ class Planned(NamedTuple):
 
     Attributes:
         batches: walked ones first, so that ranks run the first passes of trunks together.
-        memory: the limit of each pass.
+        units: the same, in parts.
     """
 
     batches: list[PlannedBatch]
-    memory: Memory
+    units: list[Unit]
 
 
-def units(data: TensorDict, rollouts: Rollouts, plan: Planned, device: Any) -> list[Unit]:
-    """Make the micro-batches of a plan, in parts."""
+def units(
+    data: TensorDict, rollouts: Rollouts, batches: Sequence[PlannedBatch], memory: Memory, device: Any
+) -> list[Unit]:
+    """Make planned micro-batches, in parts within the memory.
+
+    Raises:
+        ValueError: one that does not fit, or cannot be packed.
+    """
     made: list[Unit] = []
     count = 0
-    for one in plan.batches:
+    for one in batches:
         chosen = np.array(one.sequences)
         some = rollouts.select(chosen)
         if one.way == "alone":
             apart = np.zeros_like(some.packed_once.common)
             some = replace(some, packed_once=replace(some.packed_once, common=apart))
         micro_batch = tu.index_select_tensor_dict(data, one.sequences)
-        made.append(_unit(chosen, micro_batch, some, plan.memory, count, device))
+        made.append(_unit(chosen, micro_batch, some, memory, count, device))
         count += len(made[-1].parts)
     return made
 
@@ -311,7 +342,7 @@ def _rows_of(one: Pass, unit: Unit | None, one_rollout: TensorDict) -> PartRows:
 class WalksBatches:
     """A mixin for veRL's FSDP engines of packed batches, whose `forward_step` runs what `_running` holds."""
 
-    _walks: bool
+    _keeping: Keeping | None
     _planned: Planned | None
     _walked_parts = 0
 
@@ -334,19 +365,30 @@ class WalksBatches:
             return None
         row = self._measured_costs(data, forward_only, tokens)
         memory = Memory((tokens + 0.5) * row.recomputed, row)  # half a row, for rounding
-        batches, error = list[PlannedBatch](), ""
+        batches, made, error = list[PlannedBatch](), list[Unit](), ""
         try:
             plan = plan_shared(rollouts.packed_once, memory)
             logger.info("dualkv: %s", plan)
             batches = sorted(plan.batches, key=lambda one: one.way != "walked")
         except ValueError as found:
-            error = f"{WALK}: of {tokens} packed tokens a micro-batch, {found}"
-        failed, walks = self._on_any_rank(bool(error), any(one.way == "walked" for one in batches))
-        if failed:
-            raise ValueError(
-                error or "another data-parallel rank found no micro-batches for its rollouts, see its error"
-            )
-        return Planned(batches, memory) if walks else None
+            error = str(found)
+        if not self._on_any_rank(any(one.way == "walked" for one in batches))[0]:
+            self._agree(error, tokens)
+            return None
+        try:
+            made = [] if error else units(data.select(*ROWS), rollouts, batches, memory, get_device_id())
+        except ValueError as found:
+            error = str(found)
+        self._agree(error, tokens)
+        return Planned(batches, made)
+
+    def _agree(self: Any, error: str, tokens: int) -> None:
+        """Raises ValueError on all ranks where one of them has an error."""
+        if not self._on_any_rank(bool(error))[0]:
+            return
+        if error:
+            raise ValueError(f"{WALK}: of {tokens} packed tokens a micro-batch, {error}")
+        raise ValueError("another data-parallel rank found no micro-batches for its rollouts, see its error")
 
     def _on_any_rank(self: Any, *flags: bool) -> list[bool]:
         found = torch.tensor(flags, dtype=torch.int64, device=get_device_id())
@@ -363,7 +405,7 @@ class WalksBatches:
                 return self._forward_part(PartRows(of_ids(ids[0].cpu()), one), branch, None)[0]
 
             with torch.no_grad() if forward_only else nullcontext():
-                self._row_costs[forward_only] = measure_sharded_rows(forward, ids, max(2, tokens // 2))
+                self._row_costs[forward_only] = measure_sharded_rows(forward, ids, max(2, tokens // 2), self._keeping)
             logger.info("dualkv: %s", self._row_costs[forward_only])
         return self._row_costs[forward_only]
 
@@ -377,7 +419,11 @@ class WalksBatches:
         forward_only: bool,
     ) -> Iterator[tuple[list[int], dict[str, Any]]]:
         """Run the planned micro-batches, all of their parts one after another; rollouts, and veRL's outputs of them."""
-        every = units(data, rollouts, self._planned, get_device_id())
+        # Planned before the batch got the settings by which losses divide.
+        every = [
+            replace(unit, micro_batch=tu.index_select_tensor_dict(data, unit.rollouts.tolist()))
+            for unit in self._planned.units
+        ]
         self._walked_parts = sum(len(unit.parts) for unit in every if len(unit.parts) > 1)
         one = verl_data.on_device(tu.index_select_tensor_dict(data, [0]), get_device_id())
         apart = [unit for unit in every if not unit.whole]
@@ -404,7 +450,7 @@ class WalksBatches:
         """Run the parts of units; the rollouts and outputs of those that are whole. The others leave or take values."""
         of_batch = {id(unit.batch): unit for unit in some}
         parts = [part for unit in some for part in unit.parts]
-        passes = part_passes(parts, state, None, self.get_data_parallel_group(), get_device_id())
+        passes = part_passes(parts, state, self._keeping, self.get_data_parallel_group(), get_device_id())
         with torch.set_grad_enabled(state.training):
             for number, one in enumerate(passes):
                 with torch.profiler.record_function(f"micro_batch{number}"):

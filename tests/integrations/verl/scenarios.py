@@ -135,7 +135,7 @@ ONE: dict[str, dict[str, Any]] = {
     "walk-moe-fused": WALK | MOE | {"fused": "torch", "canary": 1},
     "walk-sequence-loss": WALK | SEQUENCE_LOSS,
     "walk-critic": WALK | CRITIC,
-    "walk-trees": TREES | WALK | {"temperature": "ragged"},
+    "walk-trees": TREES | WALK | {"temperature": "ragged", "on_host": True},
     "stock-hybrid": PADDED | HYBRID,
     "hybrid": PACKED | HYBRID | {"budget": TIGHT},
 }
@@ -288,6 +288,7 @@ ONE_MORE: dict[str, dict[str, Any]] = {
     "profiled": PACKED | {"run": "profiled", "rollouts": 8},
     "stock-profiled": STOCK | {"run": "profiled", "rollouts": 8},
     "restarted": PACKED | {"run": "restarted", "budget": TIGHT},
+    "walk-restarted": WALK | {"run": "restarted"},
     "multimodal": PACKED | {"run": "multimodal"},
     "prompt-in-loss": PACKED | {"run": "prompt_in_loss"},
     "stock-prompt-in-loss": STOCK | {"run": "prompt_in_loss"},

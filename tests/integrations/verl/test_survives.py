@@ -67,8 +67,10 @@ def test_all_responses_truncated_to_nothing(results: Results) -> None:
     assert distance(found["weights"], found["before"]) == 0
 
 
-def test_worker_restarted_from_a_checkpoint(results: Results) -> None:
-    found = results("restarted")[0]
+@pytest.mark.parametrize("name", ["restarted", "walk-restarted"])
+def test_worker_restarted_from_a_checkpoint(name: str, results: Results) -> None:
+    found = results(name)[0]
+    assert found["metrics"].get("dualkv/walked_parts", 1) > 0
     assert found["metrics_after"]["loss"] == found["metrics"]["loss"]
     assert all(torch.equal(found["weights_after"][name], w) for name, w in found["weights"].items())
 

@@ -22,6 +22,7 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.v1 import PPOTrainerSync, get_trainer_cls
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 
+from dualkv.branches import Keeping
 from dualkv.integrations import losses
 from dualkv.integrations.transformers.masks import Visible, by_config
 from dualkv.integrations.verl import walked
@@ -274,19 +275,29 @@ def test_an_engine_refuses_a_model_when_it_is_made(
         ({"use_dynamic_bsz": False}, "use_dynamic_bsz=False, expected True"),
         ({"enable_activation_offload": True}, "enable_activation_offload=True, expected False"),
         ({"images": True}, "is set for a qwen3, expected a model of text alone"),
+        ({"mixed_precision": {"param_dtype": "fp32"}}, "_gradients is bf16 and mixed_precision.param_dtype is fp32"),
     ],
 )
 def test_a_walk_is_refused_beside_what_it_does_not_run_with(changed: dict[str, Any], says: str) -> None:
     found = {"ulysses_sequence_parallel_size": 1, "pad_to_length": False, "use_dynamic_bsz": True}
-    found |= {"enable_activation_offload": False, "hf_config": SimpleNamespace(model_type="qwen3")} | changed
+    found |= {"enable_activation_offload": False, "hf_config": SimpleNamespace(model_type="qwen3")}
+    of_verl = SimpleNamespace(**found | {"mixed_precision": None} | changed)
     with pytest.raises(ValueError, match=says):
-        walked.refuse(SimpleNamespace(**found), SimpleNamespace(**found), changed.get("images", False))
+        walked.refuse(of_verl, of_verl, changed.get("images", False), Keeping(torch.bfloat16))
 
 
-def test_a_walk_is_true_or_false() -> None:
-    assert [walked.asked(options) for options in (None, {}, {walked.WALK: True})] == [False, False, True]
-    with pytest.raises(ValueError, match="dualkv_walk is 8192, expected true or false"):
-        walked.asked({walked.WALK: 8192})
+def test_options_of_walks() -> None:
+    assert [walked.asked(options) for options in (None, {}, {"dualkv_walk": True})] == [None, None, Keeping()]
+    little = {"dualkv_walk": True, "dualkv_walk_gradients": "bf16", "dualkv_walk_on_host": True}
+    assert walked.asked(little) == Keeping(torch.bfloat16, on_host=True)
+    for options, says in (
+        ({"dualkv_walk": 8192}, "dualkv_walk is 8192, expected true or false"),
+        (little | {"dualkv_walk_on_host": 1}, "dualkv_walk_on_host is 1, expected true or false"),
+        (little | {"dualkv_walk_gradients": "fp16"}, "dualkv_walk_gradients is 'fp16', expected fp32 or bf16"),
+        ({"dualkv_walk_on_host": True}, "dualkv_walk_on_host is set without dualkv_walk=True, expected both"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            walked.asked(options)
 
 
 def test_trls_value_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

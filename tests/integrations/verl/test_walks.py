@@ -45,8 +45,8 @@ def test_responses_stay_whole_where_that_takes_less_than_a_pass_ahead() -> None:
         data = make_rollouts({"groups": [(300, responses)]}, 1, 0)
         rollouts, memory = read(data), Memory(300.5 * ROW.recomputed, ROW)
         assert walked.is_large(rollouts, 300)
-        planned = walked.Planned([walked.PlannedBatch([0, 1, 2, 3, 4], "walked", 1, 0)], memory)
-        (unit,) = walked.units(data, rollouts, planned, "cpu")
+        batches = [walked.PlannedBatch([0, 1, 2, 3, 4], "walked", 1, 0)]
+        (unit,) = walked.units(data, rollouts, batches, memory, "cpu")
         assert unit.whole == whole
         assert len(unit.parts) > 1
         assert sorted(np.concatenate([unit.members(part) for part in unit.parts]).tolist()) == [0, 1, 2, 3, 4]

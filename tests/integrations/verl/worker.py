@@ -122,7 +122,7 @@ def make_worker(s: dict[str, Any], models: Path) -> Any:
         | ({"dualkv_trees": s["trees"]} if "trees" in s else {})
         | ({"dualkv_fast": s["fast"]} if "fast" in s else {})
         | ({"dualkv_canary": s["canary"]} if "canary" in s else {})
-        | ({"dualkv_walk": s["walk"] if s["walk"] != "large" else True} if "walk" in s else {})
+        | ({"dualkv_walk": True, "dualkv_walk_on_host": s.get("on_host", False)} if "walk" in s else {})
         | ({"dualkv": s["packed"]} if is_critic else {}),
         lora_rank=s.get("lora", 0),
     )
