@@ -373,6 +373,11 @@ class Branch(PackedRows):
         self._done = True
         self.at_end.close()
 
+    @property
+    def runs_again(self) -> bool:
+        """Whether the forward of the present pass has ended, so that layers that run now are recomputed."""
+        return self._done
+
     def attention(
         self,
         q: torch.Tensor,

@@ -10,6 +10,7 @@ import copy
 import hashlib
 import math
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self, Unpack
 
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from dualkv.arrays import IntArray, outside_inference_mode
+from dualkv.arrays import IntArray, outside_inference_mode, to_device
 from dualkv.layout import Layout
 from dualkv.ops import dispatch
 from dualkv.ops.attention import Call, attention, checked
@@ -317,6 +318,38 @@ class Shard(PackedRows):
         if q.shape[0] != self.num_tokens:
             raise ValueError(f"q has {q.shape[0]} rows, each rank of this layout holds {self.num_tokens}")
         return call
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """The rows of the decoder's output that reach the head, on one of the ranks that share the packed rows.
+
+    Attributes:
+        rows: [K] int64: indices into this rank's rows. K is the same on every rank, 1 or more.
+        values: [U] int64: for each of the U rows that predict, the index of its value among the values of all ranks,
+            concatenated.
+    """
+
+    rows: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def of(cls, predict_rows: torch.Tensor, rank: int, shard_rows: int, ranks: int) -> HeadRows:
+        """predict_rows: [U], on the host, indices into the rows of all ranks, one rank after another."""
+        order = predict_rows.argsort()
+        owner = predict_rows[order] // shard_rows
+        counts = torch.bincount(owner, minlength=ranks)
+        width = max(int(counts.max()), 1)
+        start = counts.cumsum(0) - counts
+        mine = predict_rows[order][owner == rank] - rank * shard_rows
+        rows = F.pad(mine, (0, width - len(mine)))  # the values of the padding rows are dropped
+        values = torch.empty_like(order)
+        values[order] = owner * width + torch.arange(len(owner)) - start[owner]
+        return cls(rows, values)
+
+    def to(self, device: torch.device) -> HeadRows:
+        """Copy to a device, without waiting for it."""
+        return HeadRows(to_device(self.rows, device), to_device(self.values, device))
 
 
 class _Exchange(torch.autograd.Function):

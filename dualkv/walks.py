@@ -121,7 +121,7 @@ class Pass:
         if loss is not None:
             if not self.is_last:
                 raise ValueError("a loss came to the first pass of a trunk, expected it in the second one (has_loss)")
-            _check_loss(loss, self.has_graph)
+            check_loss(loss, self.has_graph)
         if self.has_graph:
             self.branch.backward(loss)
         self.done = True
@@ -175,7 +175,7 @@ def _drawing_again(states: list[torch.Tensor], device: torch.device) -> Iterator
         yield
 
 
-def _parts(batch: PackedSequences, budget: Budget, values_first: bool = False) -> Sequence[TreePart]:
+def parts_of(batch: PackedSequences, budget: Budget, values_first: bool = False) -> Sequence[TreePart]:
     if not isinstance(budget, Sequence):
         return plan_parts(batch, budget, values_first=values_first)
     if any(not isinstance(part, TreePart) or part.batch is not batch for part in budget):
@@ -223,7 +223,7 @@ def walk_passes(
     parts: Sequence[TreePart] = []
     refusal: ValueError | TypeError | None = None
     try:
-        parts = parts if batch is None else _parts(batch, budget)
+        parts = parts if batch is None else parts_of(batch, budget)
     except (ValueError, TypeError) as error:
         if group is None:
             raise
@@ -324,11 +324,11 @@ def _together(every: Sequence[str]) -> Iterator[str]:
 
 
 def _empty(kind: str, device: torch.device | str) -> Pass:
-    """Make a pass of one row that counts nothing."""
-    row = np.zeros(1, np.int64)
+    """Make a pass of one row, which no sequence has."""
+    none = np.zeros(0, np.int64)
     layout = Layout.from_segments([0, 1], [-1], device)
     ids = torch.zeros(1, 1, dtype=torch.int64, device=layout.device)
-    (part,) = plan_parts(PackedSequences(ids, layout, row, row + 1, row > 0), 1)
+    (part,) = plan_parts(PackedSequences(ids, layout, none, none, none > 0), 1)
     return Pass(Branch(part), kind == "G", State(kind == "G"))
 
 
@@ -379,7 +379,7 @@ def walk(
         TypeError: another batch; a forward or loss that is not a function; a loss that returns no tensor.
         RuntimeError: keys or values that are written in place behind their layer.
     """
-    keeping, parts = Keeping(gradients, on_host), _parts(batch, budget)
+    keeping, parts = Keeping(gradients, on_host), parts_of(batch, budget)
     _check_functions(forward=(forward, "(input_ids, branch)"), loss=(loss, "(hidden states, part)"))
     total: list[torch.Tensor] = []
     for one in walk_passes(batch, parts, keeping):
@@ -389,7 +389,7 @@ def walk(
             check_used(one.part.seen, "forward returned hidden states", "dualkv=branch")
             if one.has_loss and loss is not None:
                 value = loss(hidden, one.part)
-                _check_loss(value, one.has_graph)
+                check_loss(value, one.has_graph)
                 total.append(value.detach().reshape(()))
         del hidden
         one.backward(value)
@@ -430,7 +430,7 @@ def walk_values(
             backward for a transformers model that was in training mode in one of the walks, and not in the other, or
             whose parameters have been written into in between.
     """
-    parts = _parts(batch, budget, values_first=True)
+    parts = parts_of(batch, budget, values_first=True)
     _check_functions(forward=(forward, "(input_ids, branch)"), values=(values, "(what forward returned, part)"))
     keeping, training, first = Keeping(gradients, on_host), torch.is_grad_enabled(), State(False)
     if not batch._mask.any():
@@ -534,7 +534,7 @@ def walk_whole(
     _check_functions(loss=(loss, "the values"))
     value = loss(walk_values(batch, budget, forward, values, gradients=gradients, on_host=on_host))
     training = torch.is_grad_enabled()
-    _check_loss(value, training)
+    check_loss(value, training)
     if training:
         value.backward()
     return value.detach().reshape(())
@@ -546,7 +546,7 @@ def _check_functions(**given: tuple[object, str]) -> None:
             raise TypeError(f"{name} is a {type(function).__name__}, expected a function of {form}")
 
 
-def _check_loss(value: object, training: bool) -> None:
+def check_loss(value: object, training: bool) -> None:
     """Raises TypeError or ValueError for what a loss of :func:`walk` must not return."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"loss returned a {type(value).__name__}, expected a tensor: the part's share of the loss")

@@ -21,6 +21,7 @@ ROWS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("dualkv/data/",): ("dualkv/layout.py",),
     ("dualkv/ops/",): ("dualkv/layout.py", "codegen/"),
     (
+        "dualkv/branch_shards.py",
         "dualkv/branches.py",
         "dualkv/canary.py",
         "dualkv/context_parallel.py",

@@ -7,7 +7,7 @@ Trunks run twice in training, so the end of a leaf is never a part of one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -197,6 +197,14 @@ def plan_parts(batch: PackedSequences, budget: int | Memory, *, values_first: bo
         rows = positive("budget", budget)
         return _Plan(batch, lambda *_: rows).parts
     return fitted(batch, budget, values_first).parts
+
+
+def numbered(parts: Sequence[TreePart], first: int) -> list[TreePart]:
+    """Number parts on from `first`, so that those of several batches can run one after another."""
+    return [
+        replace(part, index=part.index + first, path=tuple((above + first, rows) for above, rows in part.path))
+        for part in parts
+    ]
 
 
 SMALLEST = 16  # rows of the smallest parts that a limit of memory may lead to,

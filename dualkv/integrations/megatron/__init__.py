@@ -9,3 +9,5 @@ with borrowing("megatron-core", __name__):
     from dualkv.integrations.megatron.enabling import enable as enable
     from dualkv.integrations.megatron.rows import PackedGroups as PackedGroups
     from dualkv.integrations.megatron.rows import Predictions as Predictions
+    from dualkv.integrations.megatron.walks import measure_rows as measure_rows
+    from dualkv.integrations.megatron.walks import walk_passes as walk_passes

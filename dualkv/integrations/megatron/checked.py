@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dualkv.context_parallel import ContextShard
 from dualkv.integrations.megatron.configs import counted, refuse, refuse_count
 from dualkv.integrations.megatron.routers import RUNNING
 from dualkv.integrations.megatron.rows import PackedGroups
@@ -87,7 +88,7 @@ class Checked(nn.Module):
 
     def _check_heads(self, shard: Shard) -> None:
         heads = self.config.num_attention_heads // self.config.tensor_model_parallel_size
-        if type(shard) is Shard and heads % shard.world_size:
+        if not isinstance(shard, ContextShard) and heads % shard.world_size:
             raise ValueError(
                 f"{shard.world_size} context-parallel ranks cannot share the {heads} attention heads of a"
                 " tensor-parallel rank, expected PackedGroups(..., cp_comm_type='all_gather')"

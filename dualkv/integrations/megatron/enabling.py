@@ -158,7 +158,7 @@ class _CoreAttention(nn.Module):
         refuse_beside(attention_mask=attention_mask, attention_bias=attention_bias)
         config, offset = self.config, getattr(self, "softmax_offset", None)
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, self.layer_number)
-        out = packed_seq_params.shard.attention(
+        out = packed_seq_params.shard.attention_of(self.layer_number)(
             query.squeeze(1),
             key.squeeze(1),
             value.squeeze(1),
@@ -302,7 +302,7 @@ def _routers(layer: nn.Module) -> list[Router]:
     return [module for module in layer.modules() if isinstance(module, Router)]
 
 
-def _decoder_model(model: nn.Module) -> Any:
+def decoder_model(model: nn.Module) -> Any:
     """The GPTModel or HybridModel that a model is or holds; raises ValueError for other models."""
     found = [module for module in model.modules() if isinstance(module, MODELS)]
     if len(found) != 1:
@@ -311,9 +311,9 @@ def _decoder_model(model: nn.Module) -> Any:
     return found[0]
 
 
-def _layers(model: nn.Module) -> list[Any]:
+def layers_of(model: nn.Module) -> list[Any]:
     """The layers of a model's decoder, on this pipeline stage; raises ValueError for other models."""
-    found = list(_decoder_model(model).decoder.layers)
+    found = list(decoder_model(model).decoder.layers)
     for layer in found:
         if not isinstance(layer, LAYERS):
             names = " or ".join(map(_name, LAYERS))
@@ -371,7 +371,7 @@ def enable(target: Target) -> Target:
                 _check_router(where, experts.router)
         _swap(target, PACKED)
         return target
-    layers, model = _layers(target), _decoder_model(target)
+    layers, model = layers_of(target), decoder_model(target)
     refuse(model.config)
     if isinstance(model, GPTModel):
         if model.position_embedding_type not in ROTARY:
@@ -426,7 +426,7 @@ def _swap(target: Any, classes: dict[type, type]) -> None:
     """Puts the classes' values in the place of their keys, in every layer of a spec or model. Layers whose attention is
     another one, or none, stay as they are."""
     if isinstance(target, nn.Module):
-        for layer in _layers(target):
+        for layer in layers_of(target):
             inner = mixer_of(layer)
             for module in (inner, getattr(inner, "core_attention", None), *_routers(layer)):
                 swap(module, "__class__", classes)

@@ -18,7 +18,7 @@ from dualkv.integrations.megatron.checked import Checked, refuse_beside
 from dualkv.integrations.megatron.rows import PackedGroups
 from dualkv.integrations.recurrent import kernels
 from dualkv.integrations.recurrent.rules import chunk_scan, convolution, convolution_of_paths, delta_rule, mamba2
-from dualkv.integrations.recurrent.sharded import trees_of
+from dualkv.integrations.recurrent.walked import Trees
 from dualkv.sequence_parallel import Shard, check_heads
 
 try:
@@ -27,6 +27,19 @@ try:
     from megatron.core.ssm.mamba_layer import MambaLayer
 except ImportError:  # before 0.19, or without Triton
     HybridModel = None
+
+
+def _entered(packed: PackedGroups, layer: int, projected: torch.Tensor) -> tuple[Trees, torch.Tensor]:
+    """The trees of a call, and their rows of projected [1, t, C]: a part of a walk pads none of its segments."""
+    packed.layout._segments.use.seen = True  # as by attention: a pipeline stage may have none
+    trees = packed.trees(layer)
+    return trees, projected[:, : trees.num_tokens]
+
+
+def _padded(x: torch.Tensor, packed: PackedGroups) -> torch.Tensor:
+    """x [1, rows of the trees, ...] -> [1, t, ...]."""
+    missing = packed.shard.num_tokens - x.shape[1]
+    return F.pad(x, [0, 0] * (x.dim() - 2) + [0, missing]) if missing else x
 
 
 class PackedGatedDeltaNet(Checked, stock.GatedDeltaNet):
@@ -65,8 +78,8 @@ class PackedGatedDeltaNet(Checked, stock.GatedDeltaNet):
     @torch.compiler.disable
     def _scanned(self: Any, projected: torch.Tensor, packed: PackedGroups) -> tuple[torch.Tensor, torch.Tensor]:
         """[1, t, q, k, v, gate, beta and alpha] -> results and gate [1, t, H, V]."""
-        packed.layout._segments.use.seen = True  # as by attention: a pipeline stage may have none
-        trees, slow = trees_of(packed.shard), self.config.deterministic_mode  # the library's sums have no fixed order
+        trees, projected = _entered(packed, self.layer_number, projected)
+        slow = self.config.deterministic_mode  # the library's sums have no fixed order
         heads, keys, values = self.num_value_heads, 2 * self.qk_dim, self.v_dim
         qkv, gate, beta, alpha = projected.split([n // self.tp_size for n in (keys + values, values, heads, heads)], -1)
         qkv = convolution_of_paths(
@@ -87,7 +100,8 @@ class PackedGatedDeltaNet(Checked, stock.GatedDeltaNet):
         g = -self.A_log.exp() * F.softplus(alpha.float() + self.dt_bias)
         rows = [q, k, v, g, beta.sigmoid()]
         kernel = None if slow else "chunk_gated_delta_rule"
-        return delta_rule(trees, rows, stock.torch_chunk_gated_delta_rule, kernel), gate
+        out = delta_rule(trees, rows, stock.torch_chunk_gated_delta_rule, kernel)
+        return _padded(out, packed), _padded(gate, packed)
 
     def _check_heads(self: Any, shard: Shard) -> None:
         where, keys = f"the gated delta net of layer {self.layer_number}", self.num_key_heads
@@ -131,8 +145,8 @@ if HybridModel is not None:
         @torch.compiler.disable
         def _scanned(self: Any, projected: torch.Tensor, packed: PackedGroups) -> torch.Tensor:
             """[1, t, z, x, B, C and dt] -> gated results [1, t, H * P] in fp32."""
-            packed.layout._segments.use.seen = True
-            trees, inner, states = trees_of(packed.shard), self.d_inner_local_tp, self.ngroups_local_tp * self.d_state
+            trees, projected = _entered(packed, self.layer_number, projected)
+            inner, states = self.d_inner_local_tp, self.ngroups_local_tp * self.d_state
             slow = projected.device.type == "cpu" or self.config.deterministic_mode
             z, rows, dt = projected.split([inner, inner + 2 * states, self.nheads_local_tp], -1)
             rows = convolution_of_paths(
@@ -157,7 +171,7 @@ if HybridModel is not None:
                 chunk_size=self.chunk_size,
             )
             skipped = x.float() * self.D.float().view(self.nheads_local_tp, -1)
-            return (out + skipped).flatten(2) * F.silu(z.float())
+            return _padded((out + skipped).flatten(2) * F.silu(z.float()), packed)
 
         def _check_heads(self: Any, shard: Shard) -> None:
             check_heads(f"the Mamba mixer of layer {self.layer_number}", self.nheads_local_tp, shard.world_size)

@@ -78,7 +78,8 @@ class PackedRouter(TopKRouter):
         try:
             probs, routing_map = super().routing(logits, *args, **kwargs)
             if counts is not None:  # here, because veRL's replay of routes has a `routing` that adds them itself
-                counts.copy_(before + (routing_map * self._counts.times).sum(0))
+                own = (routing_map * self._counts.times).sum(0)
+                counts.copy_(before if packed.runs_again else before + own)
             return probs, routing_map
         finally:
             self._counts = None

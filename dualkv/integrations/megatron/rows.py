@@ -16,6 +16,8 @@ from dualkv.context_parallel import ContextShard
 from dualkv.data.counts import last_segments, layout_of, paths, rollouts_of_segments
 from dualkv.data.packing import PackedBatch
 from dualkv.data.trees import PackedSequences
+from dualkv.integrations.recurrent.sharded import trees_of
+from dualkv.integrations.recurrent.walked import Trees
 from dualkv.layout import Layout
 from dualkv.sequence_parallel import Shard, padded
 
@@ -49,6 +51,7 @@ class PackedGroups(PackedSeqParams):
         shard: this rank's rows, with the layout of all of them.
         length: as given.
         count: as given.
+        runs_again: whether the layer that runs now is known to be recomputed.
 
     Args:
         layout: which of the T rows belong to which prompt and response; of any depth, on the device of the model. Or
@@ -70,6 +73,8 @@ class PackedGroups(PackedSeqParams):
             count;
             context-parallel ranks have different layouts. All ranks that construct it raise it.
     """
+
+    runs_again = False
 
     def __init__(
         self,
@@ -97,16 +102,23 @@ class PackedGroups(PackedSeqParams):
         self.shard = SHARDS[cp_comm_type](layout, group, multiple)
         if length is not None and length < rows:  # after the ranks have compared their layouts: all of them raise
             raise ValueError(f"layout has {rows} rows, expected at most length={length}")
-        longest = self.layout._segments.longest_path  # positions for which the model makes rotary frequencies
-        super().__init__(qkv_format="dualkv", max_seqlen_q=longest, max_seqlen_kv=longest, cp_group=ONE_RANK)
-        self._gathered: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._begin(self.layout._segments.longest_path)
         self.count = count
         self._batch = batch
+
+    def _begin(self, longest: int) -> None:
+        """Set megatron-core's fields: the model makes rotary frequencies for so many positions."""
+        super().__init__(qkv_format="dualkv", max_seqlen_q=longest, max_seqlen_kv=longest, cp_group=ONE_RANK)
+        self._gathered: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def layout(self) -> Layout:
         """The layout of all rows, padded."""
         return self.shard.layout
+
+    def trees(self, layer: int) -> Trees:
+        """The trees of a call of a recurrent layer."""
+        return trees_of(self.shard)
 
     def split(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """This rank's rows of `input_ids`, `position_ids` or labels; zeros in rows that pad the layout.

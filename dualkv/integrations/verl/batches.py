@@ -5,20 +5,17 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
-from torch import nn
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_torch_device
 from verl.utils.flops_counter import FlopsCounter, get_device_flops
 from verl.workers.config import ActorConfig, CriticConfig
 
-from dualkv.arrays import to_device
 from dualkv.integrations import losses
 from dualkv.integrations.transformers.masks import by_config
 from dualkv.integrations.verl import data as verl_data
@@ -31,37 +28,6 @@ MODEL_TYPE = "dualkv"
 # pack prompts only.
 TREES = "dualkv_trees"
 MIN_SHARED = 64  # tokens: sampled texts often begin alike by chance, and attention reads whole blocks of keys
-
-
-@dataclass(frozen=True)
-class HeadRows:
-    """The rows of the decoder's output that reach the head, on one of the ranks that share the packed rows.
-
-    Attributes:
-        rows: [K] int64: indices into this rank's rows. K is the same on every rank, 1 or more.
-        values: [U] int64: for each of the U rows that predict, the index of its value among the values of all ranks,
-            concatenated.
-    """
-
-    rows: torch.Tensor
-    values: torch.Tensor
-
-    @classmethod
-    def of(cls, predict_rows: torch.Tensor, rank: int, shard_rows: int, ranks: int) -> HeadRows:
-        """predict_rows: [U], on the host, indices into the rows of all ranks, one rank after another."""
-        order = predict_rows.argsort()
-        owner = predict_rows[order] // shard_rows
-        counts = torch.bincount(owner, minlength=ranks)
-        width = max(int(counts.max()), 1)
-        start = counts.cumsum(0) - counts
-        mine = predict_rows[order][owner == rank] - rank * shard_rows
-        rows = nn.functional.pad(mine, (0, width - len(mine)))  # the values of the padding rows are dropped
-        values = torch.empty_like(order)
-        values[order] = owner * width + torch.arange(len(owner)) - start[owner]
-        return cls(rows, values)
-
-    def to(self, device: torch.device) -> HeadRows:
-        return HeadRows(to_device(self.rows, device), to_device(self.values, device))
 
 
 class PacksBatches:

@@ -54,12 +54,12 @@ from dualkv.integrations.transformers import adapters, fused, heads, layers, med
 from dualkv.integrations.transformers.media import Placed
 from dualkv.integrations.verl import canary, walked
 from dualkv.integrations.verl import data as verl_data
-from dualkv.integrations.verl.batches import MODEL_TYPE, HeadRows, PacksBatches, packed_parts, temperatures
+from dualkv.integrations.verl.batches import MODEL_TYPE, PacksBatches, packed_parts, temperatures
 from dualkv.integrations.verl.data import PackedRollouts, Rollouts
 from dualkv.integrations.verl.walked import PartRows, WalksBatches
 from dualkv.layout import Layout
 from dualkv.packed_rows import PackedRows
-from dualkv.sequence_parallel import Shard, padded
+from dualkv.sequence_parallel import HeadRows, Shard, padded
 
 FSDP = ["fsdp", "fsdp2"]
 STRATEGIES = [*FSDP, "megatron"]

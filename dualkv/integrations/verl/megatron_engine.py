@@ -40,9 +40,9 @@ from dualkv.data.trees import PackedSequences
 from dualkv.integrations import megatron, patching
 from dualkv.integrations.megatron.configs import counted, refuse
 from dualkv.integrations.verl import canary, routes, walked
-from dualkv.integrations.verl.batches import MODEL_TYPE, HeadRows, PacksBatches, packed_parts, temperatures
+from dualkv.integrations.verl.batches import MODEL_TYPE, PacksBatches, packed_parts, temperatures
 from dualkv.integrations.verl.data import PackedRollouts, Rollouts
-from dualkv.sequence_parallel import Shard, padded
+from dualkv.sequence_parallel import HeadRows, Shard, padded
 
 # A setting of a micro-batch: the rows of all ranks, padding included; or the tokens of rollouts.
 PACKED_ROWS = "dualkv_rows"

@@ -30,7 +30,7 @@ from verl.workers.engine.utils import detach_tree
 from dualkv.arrays import IntArray, positions, to_device
 from dualkv.branches import Branch, Keeping
 from dualkv.data.memory import Memory, RowCosts
-from dualkv.data.parts import Fitting, TreePart, fitting
+from dualkv.data.parts import Fitting, TreePart, fitting, numbered
 from dualkv.data.planning import PlannedBatch, plan_shared
 from dualkv.data.trees import PackedSequences
 from dualkv.integrations.verl import data as verl_data
@@ -263,10 +263,7 @@ def _unit(
         part_of = np.empty(batch.layout.num_tokens, np.int64)
         for part in found.parts:
             part_of[part.rows] = part.index + count
-        parts = [
-            replace(part, index=part.index + count, path=tuple((above + count, rows) for above, rows in part.path))
-            for part in found.parts
-        ]
+        parts = numbered(found.parts, count)
         home, token_part = part_of[last], part_of[predicts]
         whole = bool((home[of_token] == token_part).all())
         return Unit(chosen, micro_batch, packed, parts, token_part, home, whole, of_token)
