@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.functional import pad
 
 from dualkv.arrays import IntArray
 from dualkv.layout import Layout
@@ -28,21 +29,23 @@ OF_TEXT = ("input_ids", "attention_mask")
 
 # Patches, their grids [images, 3] (frames, height, width) and the kind of their tokens in mm_token_type_ids.
 GRIDS = (("pixel_values", "image_grid_thw", 1), ("pixel_values_videos", "video_grid_thw", 2))
+AUDIO = "input_features"  # of audio, whose tokens are 3 in mm_token_type_ids
 
-# What processors return for all images or videos of a prompt, beside their pixels.
+# What processors return for all images, videos or audio of a prompt, beside their pixels or features.
 BESIDE = {
     "pixel_values": ("image_grid_thw", "image_sizes", "image_position_ids", "batch_num_images", "pixel_attention_mask"),
     "pixel_values_videos": (
         "video_grid_thw", "image_sizes_videos", "second_per_grid_ts", "video_second_per_grid", "video_position_ids",
         "num_frames_per_video",
     ),
+    AUDIO: ("feature_attention_mask",),
 }  # fmt: skip
 
 # Padded patches have these positions, -1 at padding.
 PLACES = {"pixel_values": "image_position_ids", "pixel_values_videos": "video_position_ids"}
 
-# The segment of each image or video, for a model: only it knows how many placeholders an image has by its size.
-SEGMENTS = {"pixel_values": "image_segments", "pixel_values_videos": "video_segments"}
+# The segment of each image, video or audio, for a model: only it knows how many placeholders one of a size has.
+SEGMENTS = {"pixel_values": "image_segments", "pixel_values_videos": "video_segments", AUDIO: "audio_segments"}
 
 # Seconds a frame, one value for each video.
 SECONDS = ("second_per_grid_ts", "video_second_per_grid")
@@ -187,6 +190,8 @@ def _kinds(entry: Entry) -> torch.Tensor | None:
 
 def _count(entry: Entry, patches: str, grids: str) -> tuple[int | None, str]:
     """Count what placeholders of one kind are in proportion to, and name it; None where a model has another rule."""
+    if patches == AUDIO:
+        return None, ""
     if grids in entry:
         return int(entry[grids].prod(1).sum()), "patches"
     if PLACES[patches] in entry:
@@ -285,6 +290,8 @@ def images_of(name: str, entry: Entry) -> list[Image]:
         raise ValueError(
             f"{name} has {next(iter(apart))} and {has}: expected one value a token, other than 0 at placeholders"
         )
+    if AUDIO in apart and not (kinds == 3).any():
+        raise ValueError(f"{name} has {AUDIO} and no 3 in mm_token_type_ids, expected it at audio tokens")
     found: list[Image] = []
     split = set(apart) <= {*BESIDE, *(key for beside in BESIDE.values() for key in beside)} - {TOGETHER}
     for kind, pixels in enumerate(BESIDE, 1):
@@ -320,19 +327,19 @@ def _split(entry: Entry, pixels: str, placeholders: IntArray) -> list[Image] | N
     if in_rows:
         real = _real(entry[pixels])
         entry = {key: entry[key].flatten(0, 1)[real] for key in names}
-    grids = next(grids for patches, grids, _ in GRIDS if patches == pixels)
+    grids = next((grids for patches, grids, _ in GRIDS if patches == pixels), "")
     grid, frames = entry.get(grids), entry.get("num_frames_per_video") if "video" in pixels else None
     images = len(entry[pixels]) if in_rows else _images(entry, pixels, grids)
     held = {key: np.ones(images, np.int64) for key in names}  # of each tensor's first dimension, by image
     weights: IntArray | None = held[pixels]  # placeholders are in proportion to them
     if grid is not None:
         weights = held[pixels] = grid.prod(1).cpu().numpy()
-    elif (places := entry.get(PLACES[pixels])) is not None:
+    elif (places := entry.get(PLACES.get(pixels, ""))) is not None:
         weights = (places != -1).all(-1).sum(-1).cpu().numpy().reshape(-1)
         if frames is not None:
             held[pixels] = held[PLACES[pixels]] = of_videos = torch.as_tensor(frames).cpu().numpy()
             weights = np.add.reduceat(weights, np.cumsum(of_videos) - of_videos)
-    elif "image_sizes" in names:  # rows by a rule of the model
+    elif "image_sizes" in names or pixels == AUDIO:  # rows by a rule of the model
         weights = None
     if any(len(entry[key]) != held[key].sum() for key in names):
         return None
@@ -507,7 +514,7 @@ def joined(parts: Sequence[Part], layout: Layout) -> Entry:
                 if pixels in entry and name not in entry:
                     raise ValueError(f"{other} has {pixels} and no {name}, {some[0][0]} has it: expected all or none")
         result[name] = _joined(name, some, layout.device)
-    for patches, grids, _ in GRIDS:
+    for patches, grids, _ in (*GRIDS, (AUDIO, "", 3)):
         if (owners := _owners(parts, patches, grids, layout)) is not None:
             result[SEGMENTS[patches]] = owners
     return result | of_tokens
@@ -515,14 +522,10 @@ def joined(parts: Sequence[Part], layout: Layout) -> Entry:
 
 def _owners(parts: Sequence[Part], patches: str, grids: str, layout: Layout) -> torch.Tensor | None:
     """[images] the segment of each image; None where :func:`check_placeholders` compared the counts of all texts."""
-    counts = [sum(_images(entry, patches, grids) for entry in part.entries) for part in parts]
-    if all(
-        _kinds(part.kinds) is not None
-        and all(_count(part.kinds | entry, patches, grids)[0] is not None for entry in part.entries)
-        for part, count in zip(parts, counts, strict=True)
-        if count
-    ):
+    some = [(part, entry) for part in parts for entry in part.entries if patches in entry]
+    if all(_kinds(x.kinds) is not None and _count(x.kinds | entry, patches, grids)[0] is not None for x, entry in some):
         return None
+    counts = [sum(_images(entry, patches, grids) for entry in part.entries) for part in parts]
     segments = np.searchsorted(layout.offsets.numpy(), [part.begin for part in parts], "right") - 1
     return torch.from_numpy(np.repeat(segments, counts)).to(layout.device)
 
@@ -548,16 +551,11 @@ def _padded(values: list[torch.Tensor], dim: int) -> list[torch.Tensor]:
     """Pad the values with zeros at the end, so that all dimensions but `dim` have equal sizes."""
     if len({value.dim() for value in values}) > 1:
         return values
-    most = np.max([value.shape for value in values], 0).tolist()
-    result = []
-    for value in values:
-        shape = [*most[:dim], value.shape[dim], *most[dim + 1 :]]
-        if list(value.shape) != shape:
-            wide = value.new_zeros(shape)
-            wide[tuple(map(slice, value.shape))] = value
-            value = wide
-        result.append(value)
-    return result
+    most = np.max([value.shape for value in values], 0)
+    missing = [[0 if at == dim else n for at, n in enumerate((most - value.shape).tolist())] for value in values]
+    return [
+        pad(x, [n for size in reversed(sizes) for n in (0, size)]) for x, sizes in zip(values, missing, strict=True)
+    ]
 
 
 def _joined_of_tokens(name: str, parts: Sequence[Part], layout: Layout) -> torch.Tensor:
@@ -586,6 +584,8 @@ def _joined(name: str, found: Sequence[Named], device: torch.device) -> Any:
     if name in ("pixel_values", IN_ROWS) and not {"image_sizes", IN_ROWS}.isdisjoint(beside):
         # The model knows the size of each image, so processors pad images, and tiles of images, to one size.
         values = _padded(values, dim)
+    if name in (AUDIO, *BESIDE[AUDIO]) and BESIDE[AUDIO][0] in beside and len({x.shape[1:-1] for x in values}) == 1:
+        values = _padded(values, dim)  # of frames, which the mask leaves out
     first = values[0]
     for (of, entry), value in zip(found, values, strict=True):
         rest = [list(x.shape[:dim] + x.shape[dim + 1 :]) for x in (first, value)]

@@ -11,7 +11,9 @@ In Gemma 3 and 4 the rows of an image also see each other's rows behind them; se
 from __future__ import annotations
 
 import hashlib
+import inspect
 import re
+import sys
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +24,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from dualkv.arrays import IntArray
-from dualkv.data.media import BESIDE, OF_TOKENS, PLACES, SEGMENTS, check_seconds, sampled
+from dualkv.data.media import AUDIO, BESIDE, OF_TOKENS, PLACES, SEGMENTS, check_seconds, sampled
 from dualkv.integrations.transformers import towers
 from dualkv.integrations.transformers.ahead import Ahead, attention
 from dualkv.integrations.transformers.towers import Images
@@ -32,10 +34,13 @@ from dualkv.sequence_parallel import Shard
 
 # Names that processors and models use for inputs other than text.
 MEDIA = re.compile(
-    r"pixel|image|video|audio|visual|vision|speech|grid_thw|second_per_grid|input_features|mm_token_type_ids|deepstack"
+    r"pixel|image|video|audio|visual|vision|speech|grid_thw|second_per_grid|input_features|feature_attention_mask|mm_token_type_ids|deepstack"
     r"|mm_encoder|cross_attention_states"
 )
 KINDS, BLOCKS = "mm_token_type_ids", "token_type_ids"
+FRAMES = "feature_attention_mask"  # [audios, frames] of audio
+OF_AUDIO = (AUDIO, FRAMES)
+AUDIO_ROWS = "_get_feat_extract_output_lengths"  # the function from these frames to rows, of a tower or its module
 
 
 class Family(NamedTuple):
@@ -64,7 +69,7 @@ _IMAGES, _VIDEOS = ("pixel_values", "image_grid_thw"), ("pixel_values_videos", "
 _GRID = Family((*_IMAGES, *_VIDEOS, KINDS), grid=True)
 _SECONDS = _GRID._replace(inputs=(*_GRID.inputs, "second_per_grid_ts"))
 _FRAMES = _GRID._replace(frames_are_images=True)
-_OMNI = Family((*_IMAGES, *_VIDEOS, "video_second_per_grid"), grid=True, by_ids=True)
+_OMNI = Family((*_IMAGES, *_VIDEOS, "video_second_per_grid", *OF_AUDIO), grid=True, by_ids=True)
 _GEMMA4 = (
     "pixel_values", "image_position_ids", "pixel_values_videos", "video_position_ids", "num_frames_per_video"
 )  # fmt: skip
@@ -337,7 +342,8 @@ def _images(
 ) -> dict[str, Images]:
     """The images and videos of a call, checked segment by segment where the rows of each image are known."""
     found = {}
-    for _, patches, grid, token in ROWS:
+    audio = ((3, AUDIO, FRAMES, "audio_token_id"),) if how.by_ids else ()
+    for _, patches, grid, token in (*ROWS, *audio):
         if named.get(patches) is None:
             continue
         token = "image_token_id" if how.frames_are_images else token
@@ -356,6 +362,8 @@ def _rows_of_images(
     module: Any, how: Family, named: dict[str, Any], patches: str, grid: str, rows: int
 ) -> tuple[str, torch.Tensor | None]:
     """The input that says how many rows each image has, and these numbers; None where only the tower says it."""
+    if patches == AUDIO:
+        return _rows_of_audio(module, named)
     if how.grid:
         return grid, named[grid].prod(1).cpu() // module.config.vision_config.spatial_merge_size**2
     if how.windows and named.get(PLACES[patches]) is not None:
@@ -412,6 +420,30 @@ def _ahead(module: Any, how: Family, ids: torch.Tensor, kinds: torch.Tensor, lay
     return Ahead(queries.to(ids.device), keys.to(ids.device), of_images, how.windows)
 
 
+def _rows_of_audio(module: Any, named: dict[str, Any]) -> tuple[str, torch.Tensor]:
+    """The input that says how long each audio is, and its rows by the model's own function."""
+    features, mask = named[AUDIO], named.get(FRAMES)
+    if mask is None or features.dim() != 3 or mask.shape != (len(features), features.shape[2]):
+        raise ValueError(
+            f"{AUDIO} has shape {tuple(features.shape)}, {FRAMES} {None if mask is None else tuple(mask.shape)},"
+            " expected [audios, C, frames] and [audios, frames]"
+        )
+    lengths = mask.sum(1).cpu()
+    rule = getattr(module.audio_tower, AUDIO_ROWS, None)
+    if rule is not None:
+        return FRAMES, rule(lengths)[1]
+    chunk = 2 * module.config.audio_config.n_window
+    widths = lengths.clamp(max=chunk)
+    if (widths != widths[0]).any():
+        raise ValueError(
+            f"{FRAMES} has audio of {int(lengths.min())} frames beside longer audio, expected {chunk} frames or more,"
+            f" or audio of one length: with longer audio beside it, {type(module).__name__} makes other features of it"
+        )
+    cls = next(c for c in type(module).__mro__ if c.__module__.startswith("transformers.models."))
+    rule = getattr(sys.modules[cls.__module__], AUDIO_ROWS)
+    return FRAMES, rule(lengths, *[chunk // 2][: len(inspect.signature(rule).parameters) - 1])
+
+
 def _grid_positions(module: Any, how: Family, named: dict[str, Any], layout: Layout) -> torch.Tensor:
     """[3, 1, T] on the CPU: frames, height and width of each row, from the model's own function."""
     ids, kinds = named["input_ids"].cpu(), named.get(KINDS)
@@ -430,6 +462,10 @@ def _grid_positions(module: Any, how: Family, named: dict[str, Any], layout: Lay
             " expected one kind"
         )
     check_seconds(named)
+    if how.by_ids and named.get("use_audio_in_video"):
+        raise ValueError(
+            f"use_audio_in_video came together with dualkv: {type(module).__name__} runs packed without it"
+        )
     if how.by_ids and named.get("video_grid_thw") is not None and named.get("video_second_per_grid") is None:
         raise ValueError("video_grid_thw came without video_second_per_grid, expected one value a video")
     owners: dict[str, IntArray] = {}
@@ -447,6 +483,13 @@ def _grid_positions(module: Any, how: Family, named: dict[str, Any], layout: Lay
             raise ValueError(f"{patches} has {held} patches, {grid} counts {int(counts.sum())}")
         merged = counts // module.config.vision_config.spatial_merge_size**2
         owners[grid] = towers.owners(rows, merged, layout, grid)
+    if named.get(AUDIO) is not None:
+        rows = (ids[0] == module.config.audio_token_id).nonzero()[:, 0]
+        name, counts = _rows_of_audio(module, named)
+        owners["audio_seqlens"], grids["audio_seqlens"] = (
+            towers.owners(rows, counts, layout, name),
+            named[name].sum(1).cpu(),
+        )
     return _from_replicated(module, how, named, layout, ids, kinds, grids, owners)
 
 

@@ -18,16 +18,20 @@ import torch.distributed as dist
 from torch import nn
 
 from dualkv.arrays import IntArray
-from dualkv.data.media import GRIDS, IN_ROWS, PLACES, TOGETHER
+from dualkv.data.media import AUDIO, GRIDS, IN_ROWS, PLACES, TOGETHER
 from dualkv.integrations import patching
 from dualkv.layout import Layout
 from dualkv.sequence_parallel import Shard, exchanged
 
-METHODS = {"pixel_values": "get_image_features", "pixel_values_videos": "get_video_features"}
+METHODS = {
+    "pixel_values": "get_image_features",
+    "pixel_values_videos": "get_video_features",
+    AUDIO: "get_audio_features",
+}
 
 
 class Images(NamedTuple):
-    """The images of a call, or its videos.
+    """The images of a call, or its videos, or its audio.
 
     Attributes:
         patches: the input with their pixels.
@@ -56,15 +60,15 @@ class Images(NamedTuple):
             return
         if len(self.segments) != len(found):
             raise ValueError(
-                f"the packer counts {len(self.segments)} images or videos in {self.patches}, the model {len(found)}:"
-                " expected as many"
+                f"the packer counts {len(self.segments)} images, videos or audio in {self.patches}, the model"
+                f" {len(found)}: expected as many"
             )
         expected = self.segments.cpu().numpy()
         differs = np.flatnonzero(found != expected)
         if len(differs):
             at = int(differs[0])
             raise ValueError(
-                f"image or video {at} of {self.patches} is one of segment {expected[at]} of the layout, and its"
+                f"image, video or audio {at} of {self.patches} is one of segment {expected[at]} of the layout, and its"
                 f" {int(counts[at])} placeholders lie in segment {found[at]}: expected one image for each placeholder"
                 " of every prompt and response"
             )
@@ -88,7 +92,7 @@ def owners(rows: torch.Tensor, counts: torch.Tensor, layout: Layout, name: str) 
     """The segment of each image, whose rows are the next `counts` of the placeholders in `rows`."""
     if len(rows) != int(counts.sum()):
         raise ValueError(
-            f"{name} describes {len(counts)} images or videos of {int(counts.sum())} rows in all, input_ids has"
+            f"{name} describes {len(counts)} images, videos or audio of {int(counts.sum())} rows in all, input_ids has"
             f" {len(rows)} of their placeholders"
         )
     segments = torch.searchsorted(layout.offsets[1:].long(), rows, right=True)
@@ -176,7 +180,7 @@ def _shared(asked: Images, shard: Shard, tower: Callable[..., Any], pixels: str,
         asked.check(_counts(output.pooler_output) if asked.counts is None else asked.counts)
         ordered = np.argsort(at)
         own = ordered[at[ordered] // shard.num_tokens == shard.rank]
-        return _of_rows(output, lambda features: features.index_select(0, _on(features.device, own)))
+        return _of_rows(asked.patches, output, lambda features: features.index_select(0, _on(features.device, own)))
     by_rank = _shares(held[asked.patches], shard.world_size)
     share = np.flatnonzero(by_rank == shard.rank)
     runs = share if len(share) else np.array([held[asked.patches].argmin()])  # for the collectives of FSDP
@@ -194,12 +198,13 @@ def _shared(asked: Images, shard: Shard, tower: Callable[..., Any], pixels: str,
         counts = of_all.cpu()
     asked.check(counts)
     ran = np.repeat(by_rank, counts.numpy())
-    return _of_rows(output, lambda features: _to_readers(features, shard, at, ran))
+    return _of_rows(asked.patches, output, lambda features: _to_readers(features, shard, at, ran))
 
 
-def _of_rows(output: Any, select: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _of_rows(patches: str, output: Any, select: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The tower's output with the selected features [rows, C], of all levels at once."""
-    levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or [])]
+    first = "last_hidden_state" if patches == AUDIO else "pooler_output"  # the output that models read
+    levels = [output[first], *(getattr(output, "deepstack_features", None) or [])]
     flat = [level.flatten(0, -2) if isinstance(level, torch.Tensor) else torch.cat(list(level)) for level in levels]
     parts = select(torch.cat(flat, 1)).split([x.shape[1] for x in flat], 1)
     # Models join features that come image by image, and read two dimensions of others.
@@ -207,7 +212,7 @@ def _of_rows(output: Any, select: Callable[[torch.Tensor], torch.Tensor]) -> Any
         part.view(*[1] * (level.dim() - 2), *part.shape) if isinstance(level, torch.Tensor) else (part,)
         for part, level in zip(parts, levels, strict=True)
     ]
-    output.pooler_output = found[0]
+    output[first] = found[0]
     if len(levels) > 1:
         output.deepstack_features = found[1:]
     return output

@@ -19,12 +19,14 @@ from dualkv.sequence_parallel import Shard  # noqa: E402
 from tests.integrations.tiny import SIZES, assert_close, gradients  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-IMAGE, VIDEO, START = 88, 89, 90  # the ids behind are those of other special tokens
+SOUND, IMAGE, VIDEO, START = 86, 88, 89, 90  # the ids behind are those of other special tokens
 SPECIAL = ("image_token", "video_token", "vision_start_token", "vision_end_token", "image_start_token",
            "image_end_token", "video_start_token", "video_end_token", "audio_token", "audio_start_token")  # fmt: skip
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2], "partial_rotary_factor": 1.0}
 TOWER = {"depth": 2, "num_heads": 2, "patch_size": 2, "temporal_patch_size": 2, "spatial_merge_size": 2}
 WIDE = TOWER | {"hidden_size": 16, "intermediate_size": 16, "out_hidden_size": 48}
+AUDIO = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "num_mel_bins": 8,
+         "output_dim": 48, "downsample_hidden_size": 2, "n_window": 50}  # fmt: skip
 WINDOWS = WIDE | {"window_size": 8, "fullatt_block_indexes": [1], "tokens_per_second": 3}
 PLACES = WIDE | {"num_position_embeddings": 16}
 DEEP = PLACES | {"deepstack_visual_indexes": [0, 1]}
@@ -106,7 +108,8 @@ def _made(family: str) -> Any:
     text, vision = GRID[family]
     ids = {f"{name}_id": IMAGE + i for i, name in enumerate(SPECIAL)}
     if "Omni" in family:
-        ids["audio_config"] = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16}
+        ids |= {"audio_token_id": SOUND, "audio_start_token_id": SOUND + 1}
+        ids["audio_config"] = AUDIO
     text = SIZES | {"rope_parameters": dict(ROPE)} | text
     config = getattr(tf, f"{family}Config")(text_config=text, vision_config=vision, **ids)
     return getattr(tf, f"{family}ForConditionalGeneration")(config).train()
@@ -233,6 +236,11 @@ def check(family: str, *groups: tuple[tuple[int, int, int], ...], labels: str = 
     prompts, responses, media = rollouts(family, *groups)
     batch = dualkv.pack(prompts, responses, media=media, labels=labels)
     assert batch.layout.num_groups == len(groups)
+    compare(family, batch, prompts, responses, media)
+
+
+def compare(family: str, batch: Any, prompts: list[Any], responses: list[Any], media: list[dict[str, Any]]) -> None:
+    """Compare hidden states, log-probs and gradients of packed rollouts with those of each by itself."""
     weights = [torch.randn(len(r), generator=torch.Generator().manual_seed(k)) for k, r in enumerate(responses)]
 
     def logp(model: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -375,17 +383,6 @@ def test_equal_prompts_have_equal_images() -> None:
     assert all(torch.equal(padded.media[name], batch.media[name]) for name in batch.media)
     with pytest.raises(ValueError, match="pixel_values of rollouts 0 and 1 differ, but group_ids puts both into gr"):
         dualkv.pack([ids] * 3, [[3], [4], [5]], media=media, group_ids=[7, 7, 7])
-
-
-def test_audio_is_kept_once_and_refused_by_models() -> None:
-    draw = torch.Generator().manual_seed(2)
-    sound, other = ({"input_features": torch.randn(1, 4, 6, generator=draw)} for _ in range(2))
-    copy = {"input_features": sound["input_features"].clone()}
-    batch = dualkv.pack([[3, 4]] * 3, [[5], [6], [7]], media=[sound, other, copy])
-    assert batch.layout.response_lens == [[1, 1], [1]]
-    assert torch.equal(batch.media["input_features"], torch.cat([x["input_features"] for x in (sound, other)]))
-    with pytest.raises(ValueError, match=r"input_features came together with dualkv: Qwen2_5Omni\w+ runs packed with"):
-        enable(make("Qwen2_5OmniThinker"))(input_ids=batch.input_ids, dualkv=batch.layout, **batch.media)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ pytest.importorskip("transformers")
 
 from dualkv.integrations.transformers import enable
 from tests.integrations.tiny import gradients
+from tests.integrations.transformers import test_media_audio
 from tests.integrations.transformers.test_media import FILM, GRID, NONE, ONE, PLAIN, TWO, make, rollouts
 
 KINDS = (Shard, ContextShard)
@@ -29,13 +30,17 @@ FEW = ("Qwen3VL", "LlavaNext")
 FOUR = ((1, 4, 4), (1, 6, 4))
 
 
-def cases(families: str) -> list[tuple[str, tuple[Any, ...]]]:
+def cases(families: str) -> list[tuple[str, Any]]:
+    """Families with the images of prompts, or with audio beside them."""
     names = OFTEN if families == "often" else [*GRID, *PLAIN]
     # Mistral 3's own code fails for images of one row, when it gets no other.
-    found = [(family, (ONE, FOUR if family == "Mistral3" else TWO, NONE)) for family in names] + [
-        (family, (NONE, ONE)) for family in FEW
-    ]
+    found: list[tuple[str, Any]] = [
+        (family, (ONE, FOUR if family == "Mistral3" else TWO, NONE)) for family in names
+    ] + [(family, (NONE, ONE)) for family in FEW]
     films = [x for x in names if x in (*GRID, "LlavaNextVideo", "LlavaOnevision", "Gemma4")]
+    found += [
+        (family, "audio") for family in (test_media_audio.FAMILIES if families == "all" else ["Qwen2_5OmniThinker"])
+    ]
     return found + [(family, (FILM, NONE)) for family in (films if families == "all" else ["Glm4v", "Gemma4"])]
 
 
@@ -84,7 +89,8 @@ def run(rank: int, folder: str, families: str) -> None:
     dist.init_process_group("gloo")
     found: dict[str, Any] = {}
     for number, (family, groups) in enumerate(cases(families)):
-        prompts, responses, media = rollouts(family, *groups)
+        of = test_media_audio.rollouts(family) if groups == "audio" else rollouts(family, *groups)
+        prompts, responses, media = of
         batch = dualkv.pack(prompts, responses, media=media)
         model, compares = enable(make(family), check=False), number % 2 == rank
         expected = results(model, batch, batch.layout) if compares else {}
