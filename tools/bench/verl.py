@@ -112,6 +112,7 @@ class Settings(Common):
     hold_gradients: bool
     offload: bool
     walk: bool = False
+    reshard: bool = True
 
 
 Kind = TypeVar("Kind", bound=Common)
@@ -182,6 +183,7 @@ def make_worker(s: Settings, folder: Path) -> Any:
         use_dynamic_bsz=s.max_tokens is not None,
         ulysses_sequence_parallel_size=s.sequence_parallel,
         use_no_sync_for_gradient_accumulation=s.hold_gradients,
+        reshard_after_forward=s.reshard,
         param_offload=s.offload,
         optimizer_offload=s.offload,
         **batching,
@@ -560,6 +562,7 @@ def main(
     ] = True,
     offload: Annotated[bool, typer.Option(help="Parameters and optimizer wait on the host.")] = False,
     walk: Annotated[bool, typer.Option(help="Groups larger than --max-tokens; update once with --untimed 1.")] = False,
+    reshard: Annotated[bool, typer.Option(help="Layers after a forward; else they stay gathered.")] = True,
     dtype: Annotated[str, typer.Option(help="Of the computation: bf16 or fp32.")] = "bf16",
     updates: verl_options.Updates = 3,
     untimed: verl_options.Untimed = 0,

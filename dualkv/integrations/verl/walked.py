@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
+from torch.distributed.fsdp import FSDPModule
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.utils.torch_dtypes import PrecisionType
@@ -426,15 +427,33 @@ class WalksBatches:
         apart = [unit for unit in every if not unit.whole]
         values = {id(unit.batch): Values() for unit in apart}
         state = State(training=False)
-        if not forward_only:
-            for _ in self._run_parts(apart, values, one, loss_function, state):
-                pass
-            for unit in apart:
-                yield unit.rollouts.tolist(), self._loss_of(unit, values[id(unit.batch)], loss_function, forward_only)
-        yield from self._run_parts(every, values, one, loss_function, state if forward_only else state.then())
+        with self._gathered():
+            if not forward_only:
+                for _ in self._run_parts(apart, values, one, loss_function, state):
+                    pass
+                for unit in apart:
+                    loss = self._loss_of(unit, values[id(unit.batch)], loss_function, forward_only)
+                    yield unit.rollouts.tolist(), loss
+            yield from self._run_parts(every, values, one, loss_function, state if forward_only else state.then())
         if forward_only:
             for unit in apart:
                 yield unit.rollouts.tolist(), self._loss_of(unit, values[id(unit.batch)], loss_function, forward_only)
+
+    @contextmanager
+    def _gathered(self: Any) -> Iterator[None]:
+        """Keep parameters gathered from the first pass of a batch to its last one, where FSDP2's
+        `reshard_after_forward` is False: there is memory for all of them."""
+        if self.engine_config.reshard_after_forward or not isinstance(self.module, FSDPModule):
+            yield
+            return
+        self.module.set_reshard_after_backward(False)
+        try:
+            yield
+        finally:
+            self.module.set_reshard_after_backward(True)
+            for module in self.module.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
     def _run_parts(
         self: Any,

@@ -214,7 +214,7 @@ TWO: dict[str, dict[str, Any]] = {
     "sp2-hybrid": PACKED | HYBRID | {"sp": 2, "budget": TIGHT // 2},
     "dp2-walk": WALK | {"canary": 1},
     "dp2-walk-on-one-rank": WALK | WALK_ON_ONE_RANK,
-    "dp2-walk-trees": TREES | WALK | {"temperature": "ragged"},
+    "dp2-walk-trees": TREES | WALK | {"temperature": "ragged", "engine": {"reshard_after_forward": False}},
     "dp2-images": PACKED | IMAGES | {"budget": TIGHT},
     "sp2-images": PACKED | IMAGES | {"sp": 2, "budget": TIGHT // 2},
 }
