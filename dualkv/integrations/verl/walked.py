@@ -443,17 +443,17 @@ class WalksBatches:
     def _gathered(self: Any) -> Iterator[None]:
         """Keep parameters gathered from the first pass of a batch to its last one, where FSDP2's
         `reshard_after_forward` is False: there is memory for all of them."""
-        if self.engine_config.reshard_after_forward or not isinstance(self.module, FSDPModule):
-            yield
-            return
-        self.module.set_reshard_after_backward(False)
+        sharded = [module for module in self.module.modules() if isinstance(module, FSDPModule)]
+        if self.engine_config.reshard_after_forward:
+            sharded = []
+        for module in sharded:
+            module.set_reshard_after_backward(False, recurse=False)
         try:
             yield
         finally:
-            self.module.set_reshard_after_backward(True)
-            for module in self.module.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+            for module in sharded:
+                module.set_reshard_after_backward(True, recurse=False)
+                module.reshard()
 
     def _run_parts(
         self: Any,
