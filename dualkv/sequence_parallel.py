@@ -284,14 +284,13 @@ class Shard(PackedRows):
             ValueError: the largest number of heads is no multiple of the ranks.
         """
         check_heads("rows", max(x.shape[1] for x in rows), self.world_size)
-        shares = [self._shares(x, 1).transpose(0, 1) for x in rows]  # [ranks, t, h, ...]
-        return [_Exchange.apply(x, self.group).flatten(0, 1) for x in shares]
+        return [_ToHeads.apply(self._shares(x, 1), self.group) for x in rows]
 
     def to_rows(self, x: torch.Tensor) -> torch.Tensor:
         """Exchange heads for rows, the inverse of :meth:`to_heads`: [rows of the layout, heads of this rank, ...] ->
         [num_tokens, all heads, ...]."""
-        back: torch.Tensor = _Exchange.apply(x.unflatten(0, (self.world_size, -1)), self.group)
-        return back.transpose(0, 1).flatten(1, 2).contiguous()  # a view of one head a rank is not; models call .view
+        back: torch.Tensor = _ToRows.apply(x, self.world_size, self.group)
+        return back.flatten(1, 2)
 
     def share(self, weight: torch.Tensor) -> torch.Tensor:
         """This rank's heads of a weight [H, ...]. Its gradient is zero for heads of other ranks."""
@@ -352,19 +351,49 @@ class HeadRows:
         return HeadRows(to_device(self.rows, device), to_device(self.values, device))
 
 
-class _Exchange(torch.autograd.Function):
-    """x [ranks, ...] -> [ranks, ...]: x[r] goes to rank r, result[r] comes from there. Its own inverse."""
+class _ToHeads(torch.autograd.Function):
+    """[t, ranks, ...] -> [ranks * t, ...]: x[:, r] goes to rank r. The inverse of :class:`_ToRows`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(out, x.contiguous(), group=group)
-        return out
+        ctx.ranks, ctx.group = x.shape[1], group
+        return exchanged(contiguous(x.transpose(0, 1)), group).flatten(0, 1)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _Exchange.apply(grad, ctx.group), None
+        return _ToRows.apply(grad, ctx.ranks, ctx.group), None
+
+
+class _ToRows(torch.autograd.Function):
+    """[ranks * t, ...] -> [t, ranks, ...]: the r-th t rows go to rank r, and result[:, r] comes from there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return contiguous(exchanged(contiguous(x).unflatten(0, (ranks, -1)), group).transpose(0, 1))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _ToHeads.apply(grad, ctx.group), None, None
+
+
+def exchanged(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """x [ranks, ...], contiguous: x[r] goes to rank r, result[r] comes from there."""
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x, group=group)
+    return out
+
+
+def contiguous(x: torch.Tensor) -> torch.Tensor:
+    """Return `x.contiguous()`, without a gradient. Rows of small elements are copied in elements of 8 bytes where they
+    lie so: of strided tensors PyTorch's copies move one element after the other."""
+    if x.is_contiguous():
+        return x
+    many = 8 // x.element_size()
+    *apart, last = x.stride()
+    if many < 2 or last != 1 or any(n % many for n in (x.shape[-1], x.storage_offset(), *apart)):
+        return x.contiguous()
+    return x.view(torch.int64).contiguous().view(x.dtype)
 
 
 def sent(rows: torch.Tensor, to: list[int], of: list[int], group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dualkv
 from dualkv.context_parallel import ContextShard
-from dualkv.sequence_parallel import Shard, padded
+from dualkv.sequence_parallel import Shard, contiguous, padded
 from tests.ranks import on_ranks
 
 RANKS = 4
@@ -334,3 +334,24 @@ def test_padding_sees_itself_alone() -> None:
     assert longer.position_ids.tolist()[-3:] == [0, 1, 2]
     assert longer.region_bounds.tolist()[-1] == [42, 42, 42]
     assert padded(LAYOUT, 0) is LAYOUT
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.float32, torch.float64])
+def test_copies_in_wider_elements_are_equal(dtype: torch.dtype) -> None:
+    """Rows that begin, end or lie apart at no multiple of 8 bytes too, single numbers, and none."""
+    x = torch.arange(5 * 3 * 64).reshape(5, 3, 64).remainder(7).to(dtype)
+    views = [
+        x,
+        x[:, :, 8:40],
+        x[:, :, 1:33],
+        x[:, :, :7],
+        x[:, :, ::2],
+        x[..., :8],
+        x[:0],
+        x[0, 0, 0],
+        x.transpose(1, 2),
+    ]
+    for view in (y for each in views for y in (each, each.transpose(0, 1) if each.dim() > 1 else each)):
+        found = contiguous(view)
+        assert found.is_contiguous()
+        assert torch.equal(found, view)

@@ -8,7 +8,7 @@ flash-linear-attention's scans and its convolution, and checkpoint every layer. 
 - mixer: one recurrent layer on the packed row, against one call on sequences of the segments' lengths with states of
   zero: what is added by waves, gathers of states and convolutions across segments.
 - shares: one recurrent layer of one of 2 and 4 ranks, which scans all rows for its share of the heads, against the
-  whole layer over the ranks. The ranks' exchanges are copies here.
+  whole layer over the ranks. Rows are put in order for the ranks' exchanges here, and not sent.
 - short groups: many of short prompts and responses, with the head.
 - distance: how far log-probs and gradients in bf16 lie from the replicated model in fp32 on PyTorch's functions. Takes
   models without recurrent layers too; the replicated sequences run transformers' own choice of attention.

@@ -1,19 +1,23 @@
-"""One micro-batch of TRL's GRPO, forward and backward, three ways:
+"""One batch of TRL's GRPO, forward and backward, several ways:
 
     python -m tools.bench.trl --model qwen3-0.6b -n 16 -p 4096 -r 512 --attention flash_attention_4 --json trl.json
     python -m tools.bench.trl --model qwen3-8b --layers 8 --trace trace-search-0-n40 --json traces.json
+    python -m tools.bench.trl --model qwen3-8b --layers 8 -n 16 -p 24576 -r 2048 --shortest 2048 --micro-batch 4 \
+        --way split --way walked --json walk.json
 
 - padded: `trl.GRPOTrainer`, every response behind its own copy of the prompt;
 - tree: the prefix tree of `trl.experimental.async_grpo`, whose trainer samples with vLLM; here its rows, its attention
   and its head, with a loss of the same form. Its attention is FlashAttention-3 from Hugging Face's hub, and
   FlashAttention-4 where that package is what is installed;
-- packed: `dualkv.integrations.trl.GRPOTrainer`.
+- packed: `dualkv.integrations.trl.GRPOTrainer`;
+- split: the same in micro-batches of `--micro-batch` responses, each with the prompt;
+- walked: the same with `walk=True`, in at most 1.1 times the memory of "split", which runs before it.
 
-Prompts, responses and weights are random; responses have between half and all of the given length. `--trace` takes the
-sequences of a trace of `dualkv trees` instead, a prompt ending where the policy first writes, with tool outputs in
-TRL's mask of them. Gradients on the traces of `--distance` are compared with those of the padded way in fp32. Each way
-starts from the same weights, which no step changes. Making the tree's rows is timed apart: TRL does it ahead of the
-step, while the other two make theirs in each step.
+Prompts, responses and weights are random; responses have between half (or `--shortest`) and all of the given length.
+`--trace` takes the sequences of a trace of `dualkv trees` instead, a prompt ending where the policy first writes, with
+tool outputs in TRL's mask of them. Gradients on the traces of `--distance` are compared with those of the padded way in
+fp32. Each way starts from the same weights, which no step changes. Making the tree's rows is timed apart: TRL does it
+ahead of the step, while the others make theirs in each step.
 """
 
 from __future__ import annotations
@@ -50,8 +54,10 @@ from dualkv.models import CONFIGS
 from tools.bench.record import JsonPath, Record
 from tools.bench.repeats import wait
 
-WAYS = ("padded", "tree", "packed")
-Step = Callable[[], tuple[torch.Tensor, torch.Tensor, int]]  # loss, log-probs of response tokens, rows of the model
+WAYS = ("padded", "tree", "packed", "split", "walked")
+LIMIT = 1.1  # of the memory of "split"
+# Forward and backward: returns loss, log-probs of response tokens, rows of the model.
+Step = Callable[[], tuple[torch.Tensor, torch.Tensor, int]]
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,8 @@ class Settings:
     layers: int | None = None
     trace: str | None = None
     distance: bool = False
+    shortest: int | None = None
+    micro_batch: int | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,8 @@ def make_rollouts(s: Settings) -> Rollouts:
         of_prompts, of_responses, of_masks = ([torch.from_numpy(one[i]) for one in found] for i in range(3))
         return Rollouts(of_prompts, of_responses, of_masks, torch.randn(len(found), generator=generator))
     prompts = torch.randint(vocabulary, (s.groups, s.prompt_len), generator=generator)
-    lens = torch.randint(s.response_len // 2, s.response_len + 1, (n,), generator=generator)
+    shortest = s.response_len // 2 if s.shortest is None else s.shortest
+    lens = torch.randint(shortest, s.response_len + 1, (n,), generator=generator)
     lens[0] = s.response_len
     responses = [torch.randint(vocabulary, (int(r),), generator=generator) for r in lens]
     masks = [torch.ones_like(r) for r in responses]
@@ -105,8 +114,20 @@ def make_rollouts(s: Settings) -> Rollouts:
     return Rollouts(repeated, responses, masks, torch.randn(n, generator=generator))
 
 
-def of_trainer(cls: type[trl.GRPOTrainer], model: Any, s: Settings, rollouts: Rollouts) -> Step:
-    """A step of a trainer, which gets what its generation would have left."""
+def of_trainer(
+    cls: Callable[..., trl.GRPOTrainer],
+    model: Any,
+    s: Settings,
+    rollouts: Rollouts,
+    micro_batch: int | None = None,
+    walk_bytes: float | None = None,
+) -> Step:
+    """A step of a trainer, which gets what its generation would have left.
+
+    Args:
+        micro_batch: sequences at once; None: all.
+        walk_bytes: what a walk takes as the memory that is free.
+    """
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
     with tempfile.TemporaryDirectory() as folder:  # TRL wants one; nothing is written there
         trainer = cls(
@@ -137,20 +158,30 @@ def of_trainer(cls: type[trl.GRPOTrainer], model: Any, s: Settings, rollouts: Ro
     inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
     mask = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
     padded = inputs["prompt_ids"].numel() + inputs["completion_ids"].numel()
+    size = micro_batch or len(rollouts.responses)
     kept: list[torch.Tensor] = []
+    if walk_bytes is not None:
+        trainer._walks._bytes = lambda: walk_bytes
     own = trainer._get_per_token_logps_and_entropies
 
     def keep(*args: Any, **kwargs: Any) -> Any:
         found = own(*args, **kwargs)
-        kept[:] = [found[0].detach()[mask]]
+        kept.append(found[0].detach())
         return found
 
     trainer._get_per_token_logps_and_entropies = keep
 
     def step() -> tuple[torch.Tensor, torch.Tensor, int]:
-        loss = trainer._compute_loss(model, inputs)
+        kept.clear()
+        trainer._metrics["train"].clear()
+        losses = []
+        for start in range(0, len(rollouts.responses), size):
+            some = {name: x[start : start + size] if x.dim() else x for name, x in inputs.items()}
+            loss = trainer._compute_loss(model, some)
+            loss.backward()
+            losses.append(loss.detach())
         rows = trainer._metrics["train"].get("dualkv/tokens_packed", [padded])
-        return loss, kept[0], rows[-1]
+        return torch.stack(losses).sum(), torch.cat(kept)[mask], int(sum(rows))
 
     return step
 
@@ -214,15 +245,21 @@ def of_tree(model: Any, rollouts: Rollouts, seconds: dict[str, float]) -> Step:
             outputs = model(**inputs, tree_max_seqlen_q=longest[0], tree_max_seqlen_k=longest[1], fused_lm_head=True)
         logp = outputs.log_probs.flatten()[tree["token_index"]]
         loss = -((logp - logp.detach()).exp() * tree["advantages"]).sum() / len(logp)
-        return loss, logp.detach(), len(tree["shift_labels"])
+        loss.backward()
+        return loss.detach(), logp.detach(), len(tree["shift_labels"])
 
     return step
 
 
 def make_step(
-    way: str, s: Settings, rollouts: Rollouts, device: torch.device, exact: bool = False
+    way: str, s: Settings, rollouts: Rollouts, device: torch.device, exact: bool = False, split_bytes: float = 0.0
 ) -> tuple[Any, Step, dict[str, float]]:
-    """Model and step of a way, and the time of making its rows; `exact`: in fp32, of weights rounded to the dtype."""
+    """Model and step of a way, and the time of making its rows.
+
+    Args:
+        exact: in fp32, of weights rounded to the dtype.
+        split_bytes: what "split" took beside weights, for "walked".
+    """
     settings = dict(CONFIGS[s.model]) | ({} if s.layers is None else {"num_hidden_layers": s.layers})
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)  # TRL writes into it
     torch.manual_seed(0)
@@ -234,8 +271,14 @@ def make_step(
     seconds: dict[str, float] = {}
     if way == "tree":
         step = of_tree(model, rollouts, seconds)
+    elif way == "walked":
+        weights = sum(p.nbytes for p in model.parameters())
+        step = of_trainer(
+            partial(GRPOTrainer, walk=True), model, s, rollouts, None, LIMIT * (weights + split_bytes) - 2 * weights
+        )
     else:
-        step = of_trainer(GRPOTrainer if way == "packed" else trl.GRPOTrainer, model, s, rollouts)
+        cls = trl.GRPOTrainer if way == "padded" else GRPOTrainer
+        step = of_trainer(cls, model, s, rollouts, s.micro_batch if way == "split" else None)
     if s.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
@@ -253,7 +296,8 @@ def measure(s: Settings, device: torch.device) -> Iterator[dict[str, Any]]:
     for way in s.ways:
         gc.collect()
         try:
-            found[way], logp = of_way(way, s, rollouts, device, exact)
+            split = found.get("split", {}).get("peak_gib") or 0.0
+            found[way], logp = of_way(way, s, rollouts, device, exact, split * 2**30)
             reference = logp if reference is None else reference
             found[way]["mean_log_prob_difference_to_first"] = (logp - reference).abs().mean().item()
         except Exception as error:  # out of memory, say: the others are still worth recording
@@ -265,15 +309,15 @@ def measure(s: Settings, device: torch.device) -> Iterator[dict[str, Any]]:
 def gradients_in_fp32(s: Settings, rollouts: Rollouts, device: torch.device) -> list[torch.Tensor]:
     """Compute the gradients of the padded way in fp32."""
     model, step, _ = make_step("padded", s, rollouts, device, True)
-    step()[0].backward()
+    step()
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
 def of_way(
-    way: str, s: Settings, rollouts: Rollouts, device: torch.device, exact: list[torch.Tensor]
+    way: str, s: Settings, rollouts: Rollouts, device: torch.device, exact: list[torch.Tensor], split_bytes: float
 ) -> tuple[dict[str, Any], torch.Tensor]:
     """Figures and log-probs of a way; with `exact` the distance of its gradients from those, by norms."""
-    model, step, seconds = make_step(way, s, rollouts, device)
+    model, step, seconds = make_step(way, s, rollouts, device, split_bytes=split_bytes)
     peak = PeakMemory(device)
     each = []
     for _ in range(s.steps + 1):
@@ -282,7 +326,6 @@ def of_way(
         start = time.perf_counter()
         with peak.measured():
             loss, logp, rows = step()
-            loss.backward()
             wait()
         each.append(time.perf_counter() - start)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -306,6 +349,8 @@ def main(
     responses: Annotated[int, typer.Option("--responses", "-n", help="Responses of each prompt.")] = 16,
     prompt_len: Annotated[int, typer.Option("--prompt-len", "-p", help="Tokens of each prompt.")] = 4096,
     response_len: Annotated[int, typer.Option("--response-len", "-r", help="Most tokens of a response.")] = 512,
+    shortest: Annotated[int | None, typer.Option(help="Fewest tokens of a response; half by default.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Responses at once of the way split.")] = None,
     ways: Annotated[list[str] | None, typer.Option("--way", help=f"Of {', '.join(WAYS)}; repeat it for more.")] = None,
     attention: Annotated[str, typer.Option(help="transformers' attention of TRL's padded rows.")] = "sdpa",
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
@@ -322,9 +367,13 @@ def main(
         raise typer.BadParameter(f"{model!r} is none of {', '.join(CONFIGS)}")
     if dtype not in DTYPES:
         raise typer.BadParameter(f"{dtype!r} is none of {', '.join(DTYPES)}")
-    ways = list(WAYS) if ways is None else ways
+    ways = list(WAYS[:3]) if ways is None else ways
     if not set(ways) <= set(WAYS):
         raise typer.BadParameter(f"--way is {', '.join(ways)}, expected some of {', '.join(WAYS)}")
+    if "split" in ways and micro_batch is None:
+        raise typer.BadParameter("--way split is given without --micro-batch")
+    if "walked" in ways and "split" not in ways[: ways.index("walked")]:
+        raise typer.BadParameter("--way walked is given without --way split before it, whose memory is its limit")
     names = list(dict.fromkeys([*(distance or []), *(trace or [])]))
     if unknown := [name for name in names if traces.parse(name) is None]:
         raise typer.BadParameter(f"{unknown[0]!r} is no trace")

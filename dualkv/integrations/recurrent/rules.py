@@ -68,7 +68,8 @@ def delta_rule(trees: Trees, rows: list[Tensor], rule: Callable[..., Any], kerne
             [1, t, H]; Hk divides H, and a key head serves H / Hk neighbours.
         rule: `(query, key, value, g=, beta=, initial_state=, output_final_state=, **given)` of a batch of sequences,
             whose rows with beta = 0 and g = 0 leave the state as it is. Returns results and states.
-        kernel: the name of the function of flash-linear-attention that runs in its place on a GPU; None for none.
+        kernel: the name of the function of flash-linear-attention that runs in its place on a GPU; None for none. It
+            takes fewer key heads than value heads.
         given: further arguments of both.
 
     Returns:
@@ -78,19 +79,16 @@ def delta_rule(trees: Trees, rows: list[Tensor], rule: Callable[..., Any], kerne
         return torch.zeros_like(rows[2])
     function = None if kernel is None else kernels.library(kernel, rows[0].device)
 
-    def by_head(rows: list[Tensor]) -> list[Tensor]:
-        q, k, v, *gates = rows
-        repeats = v.shape[2] // k.shape[2]
-        return [*((x.repeat_interleave(repeats, 2) for x in (q, k)) if repeats > 1 else (q, k)), v, *gates]
-
     def batch(rows: list[Tensor], initial: Tensor | None, keep: bool) -> tuple[Tensor, Tensor | None]:
-        q, k, v, g, beta = by_head(rows)
+        q, k, v, g, beta = rows
+        if (repeats := v.shape[2] // k.shape[2]) > 1:
+            q, k = (x.repeat_interleave(repeats, 2) for x in (q, k))
         found = rule(q, k, v, g=g, beta=beta, initial_state=initial, output_final_state=keep, **given)
         return found[0], found[1]
 
     def of_wave(rows: list[Tensor], initial: Tensor | None, wave: Wave) -> tuple[Tensor, Tensor | None]:
         assert function is not None
-        q, k, v, g, beta = by_head(rows)
+        q, k, v, g, beta = rows
         return varlen(function, [q, k, v], {"g": g, "beta": beta}, initial, wave, given)
 
     out = scan(trees, trees.to_heads(rows), padded(batch) if function is None else of_wave)

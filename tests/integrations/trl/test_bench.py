@@ -11,6 +11,8 @@ import torch
 import typer
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # read when its prefix tree is imported
+from dualkv import RowCosts
+from dualkv.integrations.trl.common import Walks
 from tools import filed
 from tools.bench import trl as bench_trl
 from tools.bench import trl_async
@@ -115,3 +117,25 @@ def test_asynchronous_trainers_in_turns(tmp_path: Path, monkeypatch: pytest.Monk
     for figures in (timed["dualkv"], apart["trl"], apart["dualkv"]):
         assert 0 < figures["gradients_apart"] < 1e-5
         assert figures["log_probs_apart"]["max"] < 1e-5
+
+
+def test_ways_of_a_group_larger_than_a_micro_batch_compute_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = RowCosts(kept=0.1, path=0, graph=1, recomputed=1)
+    monkeypatch.setattr(Walks, "_costs", lambda *_: costs)
+    made = bench_trl.of_trainer
+
+    def of_trainer(*args: Any) -> bench_trl.Step:
+        few = [30.0] if len(args) == 6 else []  # bytes, in place of what resident memory says of so small a model
+        return made(*args[:5], *few)
+
+    monkeypatch.setattr(bench_trl, "of_trainer", of_trainer)
+    shape = {"responses": 4, "prompt_len": 24, "response_len": 8, "shortest": 8, "micro_batch": 2, "steps": 1}
+    ways = ["padded", "split", "walked"]
+    bench_trl.main(tmp_path / "trl.json", model="tiny", dtype="float32", ways=ways, **shape)
+    found = filed.read(tmp_path / "trl.json")["ways"]
+    assert [found[way]["rows"] for way in ways] == [4 * 32, 2 * (23 + 2 * 9), 23 + 4 * 9]
+    for figures in found.values():
+        assert figures["gradient_norm"] == pytest.approx(found["padded"]["gradient_norm"], rel=1e-4)
+        assert figures["mean_log_prob_difference_to_first"] < 1e-5
