@@ -357,7 +357,7 @@ class _ToHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.ranks, ctx.group = x.shape[1], group
-        return exchanged(contiguous(x.transpose(0, 1)), group).flatten(0, 1)
+        return all_to_all(contiguous(x.transpose(0, 1)), group).flatten(0, 1)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -370,14 +370,14 @@ class _ToRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ranks: int, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return contiguous(exchanged(contiguous(x).unflatten(0, (ranks, -1)), group).transpose(0, 1))
+        return contiguous(all_to_all(contiguous(x).unflatten(0, (ranks, -1)), group).transpose(0, 1))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return _ToHeads.apply(grad, ctx.group), None, None
 
 
-def exchanged(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """x [ranks, ...], contiguous: x[r] goes to rank r, result[r] comes from there."""
     out = torch.empty_like(x)
     dist.all_to_all_single(out, x, group=group)

@@ -33,5 +33,5 @@ def _nothing(rows: torch.Tensor, to: list[int], of: list[int], group: None) -> t
 @contextmanager
 def alone() -> Iterator[None]:
     """Nothing is sent in this context; a rank puts its rows in order for the others, and what comes in its own."""
-    with mock.patch.multiple(sequence_parallel, exchanged=_kept, sent=_nothing):
+    with mock.patch.multiple(sequence_parallel, all_to_all=_kept, sent=_nothing):
         yield
