@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 
 from dualkv.integrations.transformers import enable
 from tests.integrations.tiny import gradients
-from tests.integrations.transformers import test_media_audio
+from tests.integrations.transformers import test_media_audio, test_media_turns
 from tests.integrations.transformers.test_media import FILM, GRID, NONE, ONE, PLAIN, TWO, make, rollouts
 
 KINDS = (Shard, ContextShard)
@@ -31,7 +31,7 @@ FOUR = ((1, 4, 4), (1, 6, 4))
 
 
 def cases(families: str) -> list[tuple[str, Any]]:
-    """Families with the images of prompts, or with audio beside them."""
+    """Families, and what they see or hear."""
     names = OFTEN if families == "often" else [*GRID, *PLAIN]
     # Mistral 3's own code fails for images of one row, when it gets no other.
     found: list[tuple[str, Any]] = [
@@ -41,7 +41,17 @@ def cases(families: str) -> list[tuple[str, Any]]:
     found += [
         (family, "audio") for family in (test_media_audio.FAMILIES if families == "all" else ["Qwen2_5OmniThinker"])
     ]
+    found += [(family, "tree") for family in (names if families == "all" else ["Qwen3VL", "Gemma3"])]
     return found + [(family, (FILM, NONE)) for family in (films if families == "all" else ["Glm4v", "Gemma4"])]
+
+
+def packed(family: str, groups: Any) -> Any:
+    """Prompts with the images of `groups`, or with audio beside them, or a tree of depth 3."""
+    if groups == "tree":
+        ids, media = zip(*test_media_turns.tree(family), strict=True)
+        return dualkv.pack_sequences(list(ids), [torch.arange(len(x)) % 3 == 1 for x in ids], media=list(media))
+    prompts, responses, media = test_media_audio.rollouts(family) if groups == "audio" else rollouts(family, *groups)
+    return dualkv.pack(prompts, responses, media=media)
 
 
 def results(model: Any, batch: Any, given: Any) -> dict[str, torch.Tensor]:
@@ -89,9 +99,7 @@ def run(rank: int, folder: str, families: str) -> None:
     dist.init_process_group("gloo")
     found: dict[str, Any] = {}
     for number, (family, groups) in enumerate(cases(families)):
-        of = test_media_audio.rollouts(family) if groups == "audio" else rollouts(family, *groups)
-        prompts, responses, media = of
-        batch = dualkv.pack(prompts, responses, media=media)
+        batch = packed(family, groups)
         model, compares = enable(make(family), check=False), number % 2 == rank
         expected = results(model, batch, batch.layout) if compares else {}
         for kind in KINDS:
