@@ -401,12 +401,20 @@ def _device(cls: type[Any]) -> torch.device:
 
 def _copy(cls: type[Any], config: PreTrainedConfig) -> PreTrainedModel:
     """A model on the CPU in fp32, with random weights that make attention and positions matter."""
-    config.dtype = torch.float32
+    _in_fp32(config)
     config._attn_implementation = "eager"
     with recurrent.without_libraries(sys.modules[cls.__module__]):
         model: PreTrainedModel = cls(config).eval()
     randomize(model, seed=0)
     return model
+
+
+def _in_fp32(config: PreTrainedConfig) -> None:
+    """Sets the dtype of a configuration and of its parts, which models loaded in 16 bits have too."""
+    config.dtype = torch.float32
+    for part in vars(config).values():
+        if isinstance(part, PreTrainedConfig):
+            _in_fp32(part)
 
 
 def randomize(model: nn.Module, seed: int) -> None:

@@ -137,6 +137,16 @@ def test_types_of_the_zoo(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert matrix.examine(kind)["head"]["outcome"] == zoo.EXACT
 
 
+def test_parts_of_a_model_that_was_loaded_in_16_bits() -> None:
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 48}
+    config = tf.Qwen3VLConfig(text_config=SMALL, vision_config=vision)
+    for part in (config, config.text_config, config.vision_config):  # as `from_pretrained` leaves them
+        part.dtype = torch.bfloat16
+    model = tf.Qwen3VLForConditionalGeneration._from_config(config)
+    assert model.lm_head.weight.dtype == torch.bfloat16
+    assert head(model).weight is model.lm_head.weight
+
+
 def test_fields_that_change_after_the_proof_are_seen() -> None:
     model = tiny("gemma2")
     assert head(model).softcap == 3.0
