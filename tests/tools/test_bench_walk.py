@@ -11,7 +11,6 @@ pytest.importorskip("transformers")
 from dualkv.models import CONFIGS
 from tests.integrations.tiny import SIZES
 from tools.bench import walk as bench
-from tools.bench.step import Sizes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
@@ -19,7 +18,7 @@ CPU = torch.device("cpu")
 
 def test_ways_compute_the_same(monkeypatch):
     monkeypatch.setitem(CONFIGS, "smallest", SIZES | {"model_type": "qwen3", "num_hidden_layers": 6})
-    sizes = Sizes("smallest", 2, 0, 0, 0, 0, repeats=1, chunk_size=16, dtype="float32")
+    sizes = bench.Sizes("smallest", 2, 1, 16, "float32")
     jobs = ["60x6x8@76:0.9"]
     for figures in bench.measure(sizes, jobs, list(bench.PARTS), ["40", "20all"], CPU):
         made = figures["jobs"]

@@ -8,6 +8,8 @@ Each job is run in several ways in turn, with every layer checkpointed:
 - values: the same parts by :func:`dualkv.walk_values`, as in TRL's trainers: log-probs first, then their backward.
 - of a number of rows, with layers recomputed or not, where `--also` asks for it.
 
+With `--megatron` the model is megatron-core's (:mod:`tools.bench.walk_megatron`), and `values` is left out.
+
 `layers` is forward and backward of the layers, with a loss that sums hidden states of the rows that predict trained
 tokens; `update` has the head and log-probs too. Costs of rows are measured first (:func:`dualkv.measure_rows`), and the
 bytes of the whole model are computed from them beside the measured ones of some layers.
@@ -32,14 +34,12 @@ from dualkv.branches import Branch
 from dualkv.data.memory import Memory, RowCosts
 from dualkv.data.parts import Fitting, TreePart, costed, fitting, plan_parts
 from dualkv.data.trees import PackedSequences, pack_sequences, plan_sequences
-from dualkv.integrations.transformers import enable, head, recompute_layers
 from dualkv.logprobs import response_logprobs
 from dualkv.models import CONFIGS
 from dualkv.row_costs import Peak, measure_rows
 from dualkv.walks import walk, walk_values
 from tools.bench.record import JsonPath, Record
 from tools.bench.repeats import repeated
-from tools.bench.step import Sizes, make_model
 
 JOBS = (
     "24576x16x2048@32768:1.1",
@@ -104,12 +104,27 @@ def _group(prompt: int, responses: int, length: int, vocabulary: int) -> tuple[l
     return [torch.cat([shared, tokens]) for tokens in own], [[0] * prompt + [1] * length] * responses
 
 
+class Sizes(NamedTuple):
+    """Options of the command line."""
+
+    model: str
+    layers: int
+    repeats: int
+    chunk_size: int
+    dtype: str
+
+
 class Runner:
     """The model, and the ways to run a job."""
 
     def __init__(self, sizes: Sizes, device: torch.device) -> None:
+        from dualkv.integrations.transformers import enable, head, recompute_layers
+        from tools.bench import step
+
         self.sizes, self.device = sizes, device
-        self.model = enable(make_model(sizes, device))
+        of_model = step.Sizes(sizes.model, sizes.layers, 0, 0, 0, 0, sizes.repeats, sizes.chunk_size, sizes.dtype)
+        self.model = enable(step.make_model(of_model, device))
+        self.head = head(self.model)
         recompute_layers(self.model, "nothing")
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -123,12 +138,10 @@ class Runner:
         """Compute [m] values of trained tokens: a sum of hidden states, or log-probs."""
         if part == "layers":
             return hidden[0, rows.predict_rows].float().sum(-1) / hidden.shape[-1]
-        return response_logprobs(
-            hidden, head(self.model), rows, chunk_size=self.sizes.chunk_size, compiled=self.compiled
-        )[0]
+        return response_logprobs(hidden, self.head, rows, chunk_size=self.sizes.chunk_size, compiled=self.compiled)[0]
 
     def cut(self, part: str, job: Job) -> Callable[[], list[torch.Tensor]]:
-        batches = [self.pack(job, chosen) for chosen in plan_sequences(job.sequences, job.rows)]
+        batches = [job.pack(chosen, self.device) for chosen in plan_sequences(job.sequences, job.rows)]
 
         def run() -> list[torch.Tensor]:
             found = []
@@ -140,9 +153,6 @@ class Runner:
             return found
 
         return run
-
-    def pack(self, job: Job, chosen: list[int]) -> PackedSequences:
-        return job.pack(chosen, self.device)
 
     def walked(self, part: str, batch: PackedSequences, parts: list[TreePart]) -> Callable[[], list[torch.Tensor]]:
         def run() -> list[torch.Tensor]:
@@ -186,15 +196,20 @@ class Runner:
         return measure_rows(forward, tokens, loss, rows=rows, pairs=weights / of_pairs)
 
 
-def measure(sizes: Sizes, names: list[str], parts: list[str], also: list[str], device: torch.device) -> Iterator[Any]:
-    """The figures after each way of each job; a way that fails says why, and the others run."""
-    cuda, runner = device.type == "cuda", Runner(sizes, device)
+def measure(
+    sizes: Sizes, names: list[str], parts: list[str], also: list[str], device: torch.device, runner: Any = None
+) -> Iterator[Any]:
+    """The figures after each way of each job; a way that fails says why, and the others run.
+
+    runner: with the methods of :class:`Runner`, which is the default.
+    """
+    cuda, runner = device.type == "cuda", runner or Runner(sizes, device)
     vocabulary = CONFIGS[sizes.model]["vocab_size"]
     figures: dict[str, Any] = {"jobs": {}}
     for text in names:
         job = Job.parse(text, vocabulary)
         begun = time.perf_counter()
-        batch = runner.pack(job, list(range(len(job.sequences))))
+        batch = job.pack(list(range(len(job.sequences))), device)
         planned = time.perf_counter() - begun
         costs = runner.costs(job)
         of_job: dict[str, Any] = {
@@ -213,7 +228,9 @@ def measure(sizes: Sizes, names: list[str], parts: list[str], also: list[str], d
             limit = job.limit * (static + done) - static
             of_part = costs if part == "update" else costs._replace(head=0.0)
             memory = Memory(int(limit), of_part)
-            plans = {"walked": fitting(batch, memory), "values": fitting(batch, memory, values_first=True)}
+            plans = {"walked": fitting(batch, memory)}
+            if runner.by_values is not None:
+                plans["values"] = fitting(batch, memory, values_first=True)
             plans |= {name: _of_rows(batch, name, of_part) for name in also}
             for name, plan in plans.items():
                 if plan is None:
@@ -310,14 +327,20 @@ def main(
         str, typer.Option(help="Rows of further walks' parts, by commas; with `all` behind a number layers keep all.")
     ] = "",
     job: Annotated[list[str] | None, typer.Option("--job", "-j", help="PxNxR@ROWS:LIMIT or TRACE@ROWS:LIMIT.")] = None,
+    megatron: Annotated[bool, typer.Option(help="megatron-core's model in the place of transformers'.")] = False,
 ) -> None:
     """Measure walks beside cut micro-batches; figures are written after each way."""
     cuda = torch.cuda.is_available()
-    sizes = Sizes(model, layers, 0, 0, 0, 0, repeats, chunk_size, dtype)
+    sizes = Sizes(model, layers, repeats, chunk_size, dtype)
     record = Record(json_to, cuda)
-    about = {"model": model, "layers": layers, "dtype": dtype}
-    device = torch.device("cuda" if cuda else "cpu")
-    for figures in measure(sizes, list(job or JOBS), parts.split(","), [x for x in also.split(",") if x], device):
+    about = {"model": model, "layers": layers, "dtype": dtype} | ({"library": "megatron-core"} if megatron else {})
+    device, runner = torch.device("cuda" if cuda else "cpu"), None
+    if megatron:
+        from tools.bench.walk_megatron import MegatronRunner
+
+        runner = MegatronRunner(sizes, device)
+    given = list(job or JOBS), parts.split(","), [x for x in also.split(",") if x]
+    for figures in measure(sizes, *given, device, runner):
         record.write(about | figures)
         *_, (name, made) = figures["jobs"].items()
         *_, (part, ways) = made["parts"].items()

@@ -10,9 +10,12 @@ import pytest
 import torch
 from megatron.core import tensor_parallel
 
+from dualkv.models import CONFIGS
 from tests.ranks import on_ranks
 from tools.bench import megatron as bench
+from tools.bench import walk
 from tools.bench.megatron_costs import Group, Model, Nets
+from tools.bench.walk_megatron import MegatronRunner
 
 
 @pytest.mark.parametrize("nets", [None, Nets(key_heads=8, value_heads=8, key_dim=8, value_dim=8, interval=2)])
@@ -32,6 +35,19 @@ def test_all_ways_compute_the_same(nets: Nets | None) -> None:
     for of_ranks in shares.values():
         assert abs(sum(share["part_of_flops"] for share in of_ranks) - 1) < 1e-6
         assert all(share["part_of_seconds"] > 0 for share in of_ranks)
+
+
+def test_walks_compute_what_cutting_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    monkeypatch.setitem(CONFIGS, "small", sizes | {"head_dim": 16, "vocab_size": 64, "num_hidden_layers": 4})
+    asked = walk.Sizes("small", 2, 1, 16, "float32")
+    with mock.patch.object(tensor_parallel, "model_parallel_cuda_manual_seed"):
+        runner = MegatronRunner(asked, torch.device("cpu"))
+        *_, figures = walk.measure(asked, ["60x6x8@76:1.1"], list(walk.PARTS), ["20all"], runner.device, runner)
+    for ways in figures["jobs"]["60x6x8@76:1.1"]["parts"].values():
+        assert list(ways) == ["cut", "walked", "20all"]
+        assert ways["walked"]["parts"] > 1
+        assert all(way["sum"] == pytest.approx(ways["cut"]["sum"], rel=1e-4) for way in ways.values())
 
 
 def test_ranks_compute_what_one_does(tmp_path: Path) -> None:
