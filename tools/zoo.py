@@ -2,11 +2,12 @@
 
 Each type is built from its default configuration (see SETTINGS), shrunk to other sizes than the self-check's, with
 random weights. Logits and gradients of packed groups and of a packed tree are compared with those of the replicated
-sequences, without the self-check. Then `enable` runs on the whole type with its self-check. The exit code is 1 if a
-type is wrong (`enable` accepts it and packed calls differ or raise, or `enable` raises anything but ValueError), or if
-it is exact in the record of this transformers (else of the pinned one) and not here. The records, `--json
-docs/results/zoo.json` and `zoo-newest.json`, make tables of docs/transformers.md (`python -m tools.tables`). The newest
-transformers, beside the pinned one:
+sequences, without the self-check. A packed call must refuse images, videos and audio by their names, except in models
+that run them (tests/integrations/transformers/test_media.py). Then `enable` runs on the whole type with its self-check.
+The exit code is 1 if a type is wrong (`enable` accepts it and packed calls differ, raise or take images, or `enable`
+raises anything but ValueError), or if it is exact in the record of this transformers (else of the pinned one) and not
+here. The records, `--json docs/results/zoo.json` and `zoo-newest.json`, make tables of docs/transformers.md (`python -m
+tools.tables`). The newest transformers, beside the pinned one:
 
     pip install --no-deps --target=build/newest transformers
     PYTHONPATH=build/newest python -m tools.zoo --json docs/results/zoo-newest.json
@@ -34,7 +35,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from dualkv import Layout
-from dualkv.integrations.transformers import enable, indexers, layers, selfcheck, support
+from dualkv.integrations.transformers import enable, indexers, layers, media, selfcheck, support
 from dualkv.integrations.transformers.recurrent import seams
 from dualkv.integrations.transformers.shrink import Sizes, shrink
 from tools import filed
@@ -145,9 +146,28 @@ def _compare(cls: type[PreTrainedModel], config: PreTrainedConfig) -> Result:
     except Exception as error:
         return {"outcome": WRONG, "reason": f"the call raises {type(error).__name__}: {error}"}
     worst = max(map(difference, got, expected))
+    if worst <= BOUND and (wrong := _images(model)) is not None:
+        return {"outcome": WRONG, "reason": wrong, "error": worst}
     if worst <= BOUND:
         return {"outcome": EXACT, "error": worst}
     return {"outcome": WRONG, "reason": "logits or gradients differ", "error": worst}
+
+
+def _images(model: Any) -> str | None:
+    """Say what is wrong where a model neither runs images packed nor refuses each input of images, videos and audio."""
+    if type(model.config) not in MAPPINGS["AutoModelForImageTextToText"] or media.families(model):
+        return None
+    ids, _ = inputs(model, LAYOUTS[0])
+    taken = [name for name in layers.arguments(type(model)) if media.MEDIA.search(name)]
+    for name in taken or ["pixel_values"]:
+        try:
+            model(input_ids=ids, dualkv=LAYOUTS[0], **{name: torch.ones(1, 3, 16, 16)})
+        except Exception as error:
+            if type(error) is ValueError and f"{name} came together with dualkv" in str(error):
+                continue
+            return f"with {name} the call raises {type(error).__name__}: {error}"
+        return f"the call takes {name}"
+    return None
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 transformers = pytest.importorskip("transformers")
 
-from dualkv.integrations.transformers import layers, selfcheck  # noqa: E402
+from dualkv.integrations.transformers import layers, media, selfcheck  # noqa: E402
 from tools import filed, tables, zoo  # noqa: E402
 
 SAMPLE = {
@@ -48,6 +48,13 @@ def test_what_the_self_check_would_miss_is_wrong(monkeypatch: pytest.MonkeyPatch
     found = zoo.examine("kosmos-2.5")
     assert found["outcome"] == zoo.WRONG
     assert found["error"] > 100 * zoo.BOUND
+
+
+def test_images_that_nobody_refuses_are_wrong(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+    monkeypatch.setattr(media, "refuse", lambda *_: None)
+    found = zoo.examine("aya_vision")
+    assert found["outcome"] == zoo.WRONG
+    assert "pixel_values" in found["reason"]
 
 
 def test_types_without_a_layer_of_their_kind_are_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
