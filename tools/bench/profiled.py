@@ -11,7 +11,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-ROWS = 40  # of each table
+ROWS, WIDTH = 70, 110  # of each table, and of its names
 PAUSE = 20.0  # us without a kernel that are counted as a pause
 
 
@@ -54,8 +54,9 @@ def write_profile(run: Callable[[], Any], to: Path) -> None:
             for e in events
             if e.device_type == DeviceType.CUDA and not getattr(e, "is_user_annotation", False)
         ]
-        said += [_of_pauses(kernels, events), averages.table(sort_by="self_cuda_time_total", row_limit=ROWS)]
-    said.append(averages.table(sort_by="self_cpu_time_total", row_limit=ROWS))
+        said.append(_of_pauses(kernels, events))
+    for order in [*(["self_cuda_time_total"] if cuda else []), "self_cpu_time_total"]:
+        said.append(averages.table(sort_by=order, row_limit=ROWS, max_name_column_width=WIDTH))
     to.write_text("\n\n".join(said) + "\n")
 
 

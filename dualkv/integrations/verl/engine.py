@@ -212,9 +212,14 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
 
     def forward_step(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any:
         result = super().forward_step(micro_batch, loss_function, forward_only)
-        if forward_only and (head := self._sharded_head()) is not None:
-            head.reshard()
+        self._leave_head(forward_only)
         return result
+
+    def _leave_head(self, forward_only: bool) -> None:
+        """Shard the head again, which no backward does."""
+        head = self._sharded_head()
+        if forward_only and head is not None and head not in self._held:
+            head.reshard()
 
     def _images(self) -> verl_data.Images | str:
         """Find what is packed beside text, or say why nothing is."""
@@ -334,8 +339,7 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
         inputs, _ = self.prepare_model_inputs(micro_batch)
         with self._autocast():
             output = self.module(**inputs, use_cache=False)
-        if not torch.is_grad_enabled() and (head := self._sharded_head()) is not None:
-            head.reshard()
+        self._leave_head(forward_only=not torch.is_grad_enabled())
         with_graph = [x for x in output.values() if isinstance(x, torch.Tensor) and x.requires_grad]
         return torch.stack([x.flatten()[:0].float().sum() for x in with_graph]).sum() if with_graph else torch.zeros(())
 

@@ -31,7 +31,7 @@ from verl.workers.engine.utils import detach_tree
 from dualkv.arrays import IntArray, positions, to_device
 from dualkv.branches import Branch, Keeping
 from dualkv.data.memory import Memory, RowCosts
-from dualkv.data.parts import Fitting, TreePart, fitting, numbered
+from dualkv.data.parts import Fitting, TreePart, costed, fitting, numbered
 from dualkv.data.planning import PlannedBatch, plan_shared
 from dualkv.data.trees import PackedSequences
 from dualkv.integrations.verl import data as verl_data
@@ -130,6 +130,7 @@ class Unit:
         packed: the same.
         parts: numbered on from those of other units.
         token_part: [M] the part that predicts each response token.
+        bytes: that its passes take at most if none keeps all layers.
         home: [n] the part that predicts a rollout's last token, or has it, where nothing is predicted.
         whole: whether each rollout is predicted by one part.
     """
@@ -141,6 +142,7 @@ class Unit:
     token_part: IntArray
     home: IntArray
     whole: bool
+    bytes: float
     of_token: IntArray = field(repr=False)  # [M] rollouts
 
     @property
@@ -219,10 +221,12 @@ class Planned(NamedTuple):
     Attributes:
         batches: walked ones first, so that ranks run the first passes of trunks together.
         units: the same, in parts.
+        holds: whether parameters stay gathered between passes without a graph.
     """
 
     batches: list[PlannedBatch]
     units: list[Unit]
+    holds: bool
 
 
 def units(
@@ -267,7 +271,9 @@ def _unit(
         parts = numbered(found.parts, count)
         home, token_part = part_of[last], part_of[predicts]
         whole = bool((home[of_token] == token_part).all())
-        return Unit(chosen, micro_batch, packed, parts, token_part, home, whole, of_token)
+        most = costed(found.parts, memory, False)
+        of_passes = found.bytes if most is None else most.bytes
+        return Unit(chosen, micro_batch, packed, parts, token_part, home, whole, of_passes, of_token)
 
     found = fitting(batch, memory)
     if found is None:
@@ -343,6 +349,7 @@ class WalksBatches:
     _keeping: Keeping | None
     _planned: Planned | None
     _walked_parts = 0
+    _held: Sequence[Any] = ()  # modules that stay gathered after passes without a graph
 
     # ------------------------------------------------------------------ a plan, on all data-parallel ranks
     def _plan_walk(
@@ -377,16 +384,21 @@ class WalksBatches:
             made = [] if error else units(data.select(*ROWS), rollouts, batches, memory, get_device_id())
         except ValueError as found:
             error = str(found)
-        self._agree(error, tokens)
-        return Planned(batches, made)
+        gathered = sum(p.numel() for p in self.module.parameters()) * self._autocast_dtype.itemsize
+        has_room = all(unit.bytes + gathered <= memory.bytes for unit in made)
+        holds = self._agree(error, tokens, has_room)
+        if holds:
+            logger.info("dualkv: parameters stay gathered between passes without a graph")
+        return Planned(batches, made, holds)
 
-    def _agree(self: Any, error: str, tokens: int) -> None:
-        """Raises ValueError on all ranks where one of them has an error."""
-        if not self._on_any_rank(bool(error))[0]:
-            return
+    def _agree(self: Any, error: str, tokens: int, has_room: bool = True) -> bool:
+        """Whether all ranks have room; raises ValueError on all of them where one has an error."""
+        failed, full = self._on_any_rank(bool(error), not has_room)
         if error:
             raise ValueError(f"{WALK}: of {tokens} packed tokens a micro-batch, {error}")
-        raise ValueError("another data-parallel rank found no micro-batches for its rollouts, see its error")
+        if failed:
+            raise ValueError("another data-parallel rank found no micro-batches for its rollouts, see its error")
+        return not full
 
     def _on_any_rank(self: Any, *flags: bool) -> list[bool]:
         found = torch.tensor(flags, dtype=torch.int64, device=get_device_id())
@@ -441,19 +453,23 @@ class WalksBatches:
 
     @contextmanager
     def _gathered(self: Any) -> Iterator[None]:
-        """Keep parameters gathered from the first pass of a batch to its last one, where FSDP2's
-        `reshard_after_forward` is False: there is memory for all of them."""
+        """Keep the parameters of FSDP2 gathered between passes where there is memory for all of them: in the whole
+        batch if `reshard_after_forward` is False, else from pass to pass without a graph."""
         sharded = [module for module in self.module.modules() if isinstance(module, FSDPModule)]
-        if self.engine_config.reshard_after_forward:
-            sharded = []
-        for module in sharded:
+        always = not self.engine_config.reshard_after_forward
+        if self._planned.holds and not always:
+            self._held = [module for module in sharded if module is not self.module]  # the root is gathered anyway
+        for module in sharded if always else []:
             module.set_reshard_after_backward(False, recurse=False)
         try:
             yield
         finally:
+            for module in self._held:
+                module.set_reshard_after_forward(True, recurse=False)
             for module in sharded:
                 module.set_reshard_after_backward(True, recurse=False)
                 module.reshard()
+            self._held = []
 
     def _run_parts(
         self: Any,
@@ -482,6 +498,8 @@ class WalksBatches:
 
     def _run_pass(self: Any, one: Pass, part: PartRows, loss_function: Callable[..., Any] | None) -> dict[str, Any]:
         sync: AbstractContextManager[None] = nullcontext()
+        for module in self._held:
+            module.set_reshard_after_forward(one.has_graph, recurse=False)
         if one.has_graph:
             sync = self._gradient_sync_context(is_last_micro_batch=one.is_last_graph)
         with sync:
