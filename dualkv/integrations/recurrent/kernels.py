@@ -12,6 +12,7 @@ import torch
 
 from codegen import surface
 from dualkv.integrations import flash_linear_attention as fla
+from dualkv.integrations.recurrent import waves
 
 VARLEN = "initial_state output_final_state cu_seqlens cu_seqlens_cpu"
 # By the names of the functions: the modules of flash-linear-attention that have them, and what calls give by position
@@ -22,7 +23,11 @@ FUNCTIONS = {
         "x weight bias",
         "activation initial_state cu_seqlens cu_seqlens_cpu",
     ),
-    "chunk_gated_delta_rule": ("fla.ops.gated_delta_rule", "q k v", f"g beta use_qk_l2norm_in_kernel {VARLEN}"),
+    "chunk_gated_delta_rule": (
+        "fla.ops.gated_delta_rule",
+        "q k v",
+        f"g beta use_qk_l2norm_in_kernel {VARLEN} chunk_indices",
+    ),
     "chunk_kda": ("fla.ops.kda", "q k v", f"g beta use_qk_l2norm_in_kernel {VARLEN}"),
     "chunk_simple_gla": ("fla.ops.simple_gla", "q k v", f"g_gamma scale {VARLEN}"),
 }
@@ -40,6 +45,11 @@ def library(name: str, device: torch.device) -> Callable[..., Any] | None:
         _warn_of_slow_functions(said)
         return None
     return _function(name)
+
+
+def chunks(name: str, wave: waves.Wave) -> dict[str, Any]:
+    """Make the arguments that tell a function of the library a wave's chunks; all but one find them themselves."""
+    return {"chunk_indices": wave.chunks, "chunk_size": waves.CHUNK} if name == "chunk_gated_delta_rule" else {}
 
 
 def convolution(activation: str | None, device: torch.device) -> Callable[..., Any] | None:

@@ -167,6 +167,21 @@ class _Reordered(torch.autograd.Function):
         return grad.index_select(1, inverse), None, None
 
 
+def contiguous(x: Tensor) -> Tensor:
+    """Return `x.contiguous()`, copied as by :func:`dualkv.sequence_parallel.contiguous`."""
+    return x if x.is_contiguous() else _Contiguous.apply(x)
+
+
+class _Contiguous(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return sequence_parallel.contiguous(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
 class _Again(NamedTuple):
     """The saved form of a view of `states[parents]`: the states as the surrounding hooks keep them, and the view."""
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from dualkv.integrations.recurrent import kernels
-from dualkv.integrations.recurrent.ops import convolve, convolve_at_once, padded, scan
+from dualkv.integrations.recurrent.ops import contiguous, convolve, convolve_at_once, padded, scan
 from dualkv.integrations.recurrent.walked import Trees
 from dualkv.integrations.recurrent.waves import Wave, Windows
 
@@ -87,12 +87,16 @@ def delta_rule(trees: Trees, rows: list[Tensor], rule: Callable[..., Any], kerne
         return found[0], found[1]
 
     def of_wave(rows: list[Tensor], initial: Tensor | None, wave: Wave) -> tuple[Tensor, Tensor | None]:
+        assert kernel is not None
         assert function is not None
         q, k, v, g, beta = rows
-        return varlen(function, [q, k, v], {"g": g, "beta": beta}, initial, wave, given)
+        more = given | kernels.chunks(kernel, wave)
+        return varlen(function, [q, k, v], {"g": g, "beta": beta}, initial, wave, more)
 
-    out = scan(trees, trees.to_heads(rows), padded(batch) if function is None else of_wave)
-    return trees.to_rows(out)
+    rows = trees.to_heads(rows)
+    if function is None:
+        return trees.to_rows(scan(trees, rows, padded(batch)))
+    return trees.to_rows(scan(trees, list(map(contiguous, rows)), of_wave))
 
 
 def mamba2(

@@ -53,10 +53,11 @@ class Sharded(Trees):
 
     # ------------------------------------------------------------------ scans
     def to_heads(self, rows: list[Tensor]) -> list[Tensor]:
-        return [x[None] for x in self.shard.to_heads([x[0] for x in rows])]
+        # The gradient of a squeeze is a view, that of an index a copy.
+        return [x[None] for x in self.shard.to_heads([x.squeeze(0) for x in rows])]
 
     def to_rows(self, x: Tensor) -> Tensor:
-        return self.shard.to_rows(x[0])[None]
+        return self.shard.to_rows(x.squeeze(0))[None]
 
     def share(self, weight: Tensor) -> Tensor:
         return self.shard.share(weight)

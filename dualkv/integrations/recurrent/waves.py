@@ -26,6 +26,7 @@ from dualkv.segments import Segments, segments_of
 # Shorter segments are padded together: transformers' functions pad a sequence to a chunk of 64 rows or more anyway, and
 # a call has a price of its own.
 SHORTEST = 64
+CHUNK = 64  # rows that flash-linear-attention's kernels take at once
 
 
 class Gather(NamedTuple):
@@ -70,6 +71,16 @@ class Wave:
     def cu_seqlens(self) -> torch.Tensor:
         """The cumulative lengths of the segments on the device."""
         return self.cu_seqlens_cpu.to(self.device)
+
+    @cached_property
+    @outside_inference_mode
+    def chunks(self) -> torch.Tensor:
+        """[C, 2] int64: the segment of each chunk and its number within it, on the device. flash-linear-attention would
+        make them too, but keeps those of four waves, and waits for the GPU where it copies them there."""
+        counts = -(-self.lengths // CHUNK)
+        first = np.repeat(np.cumsum(counts) - counts, counts)
+        chunks = np.stack([np.repeat(np.arange(len(counts)), counts), np.arange(len(first)) - first], 1)
+        return torch.from_numpy(chunks).to(self.device)
 
     @cached_property
     @outside_inference_mode

@@ -370,11 +370,17 @@ class Library:
             use_qk_l2norm_in_kernel: bool = False,
             cu_seqlens: torch.Tensor | None = None,
             cu_seqlens_cpu: torch.Tensor | None = None,
+            chunk_indices: torch.Tensor | None = None,
+            chunk_size: int = 64,
         ) -> Any:
             assert cu_seqlens is not None
             assert cu_seqlens_cpu is not None
             assert cu_seqlens.tolist() == cu_seqlens_cpu.tolist()
             assert q.shape[:2] == (1, cu_seqlens_cpu[-1])
+            if chunk_indices is not None:
+                lengths = enumerate(cu_seqlens.diff().tolist())
+                of_each = [[i, chunk] for i, rows in lengths for chunk in range(-(-rows // chunk_size))]
+                assert chunk_indices.tolist() == of_each
             self.calls.append((name, len(cu_seqlens) - 1, initial_state is not None, output_final_state))
             outs, states = [], []
             for i, (begin, end) in enumerate(itertools.pairwise(cu_seqlens_cpu.tolist())):
