@@ -122,7 +122,7 @@ class Placed(PackedRows):
     """A layout with images in its rows. As a layout, it is passed through the model, to its decoder.
 
     Attributes:
-        layout: of T rows, or without images a Shard of them.
+        layout: of T rows, or the Shard of a rank that has T of them.
         position_ids: [1, T], or [3, 1, T] for frames, height and width.
         ahead: the keys of rows that see rows behind them; None where no row does.
     """
@@ -365,6 +365,8 @@ def _rows_of_images(
     if patches == AUDIO:
         return _rows_of_audio(module, named)
     if how.grid:
+        if named.get(grid) is None:
+            raise ValueError(f"{patches} came without {grid}, expected the grid of each image")
         return grid, named[grid].prod(1).cpu() // module.config.vision_config.spatial_merge_size**2
     if how.windows and named.get(PLACES[patches]) is not None:
         name = PLACES[patches]

@@ -47,6 +47,8 @@ def without_tower(family: str, tower: str) -> tuple[Any, dict[str, Any]]:
         ({"mm_token_type_ids": None}, r"mm_token_type_ids is missing, expected \[1, T\]"),
         ({"mm_token_type_ids": torch.zeros(1, 2)}, r"mm_token_type_ids has shape \(1, 2\), expected \(1, \d+\)"),
         ({"image_grid_thw": None}, "mm_token_type_ids marks 13 rows with 1, and no image_grid_thw came"),
+        ({"image_grid_thw": None, "mm_token_type_ids": torch.zeros(1, 45), "input_ids": torch.full((1, 45), 5)},
+         "pixel_values came without image_grid_thw, expected the grid of each image"),
         ({"image_grid_thw": torch.tensor([[1, 4, 6], [1, 2, 2]])}, "pixel_values has 52 patches, image_grid_thw count"),
         ({"image_grid_thw": torch.tensor([[1, 4, 6], [1, 2, 2], [1, 6, 4], [1, 2, 2]]),
           "pixel_values": torch.zeros(56, 24)}, "videos or audio of 14 rows in all, input_ids has 13 of"),
