@@ -58,6 +58,8 @@ NEEDED: dict[str, tuple[Any, str]] = {
     "fine_grained_activation_offloading": (False, "it was not tried"),
     "delay_wgrad_compute": (False, "gradients of weights would wait for a schedule"),
     "overlap_dispatch_backward_with_experts_wgrad": (False, "it was not tried"),
+    "gtp_weight_remat_size": (1, "it was not tried"),
+    "expert_gtp_weight_remat_size": (1, "it was not tried"),
 }
 RECOMPUTED = ("core_attn", "mlp")  # modules that may be recomputed in a walk
 
@@ -383,6 +385,11 @@ def refuse(model: nn.Module) -> None:
                 f"{name} is {getattr(config, name)!r}, expected none in a walk: a loss that counts the tokens of all"
                 " rows is no sum over parts"
             )
+    if config.expert_model_parallel_size > 1 and config.moe_token_dispatcher_type == "allgather":
+        raise ValueError(
+            "moe_token_dispatcher_type is 'allgather', expected 'alltoall' or 'flex' in a walk with experts on several"
+            " ranks: parts differ in length between ranks"
+        )
     modules = set(config.recompute_modules or ()) if config.recompute_granularity == "selective" else set()
     if others := sorted(modules - set(RECOMPUTED)):
         raise ValueError(

@@ -10,9 +10,9 @@ import torch
 
 import dualkv
 import tests.ranks
-from dualkv.integrations.megatron import enable, measure_rows, walk_passes
+from dualkv.integrations.megatron import measure_rows, walk_passes
 from tests.integrations.megatron import cpu
-from tests.integrations.megatron.updates import COUNTED, EXPERTS, HYBRID, LATENT, RECURRENT, build, layer_spec
+from tests.integrations.megatron.updates import COUNTED, EXPERTS, HYBRID, LATENT, RECURRENT
 from tests.integrations.megatron.walks import (
     AGAIN,
     BIAS,
@@ -92,25 +92,23 @@ def test_a_trunk_that_forgets_gradients_of_its_keys(monkeypatch: pytest.MonkeyPa
 
 # ---------------------------------------------------------------- what is refused
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "later", "words"),
     [
-        ({"pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size is 2, expected 1"),
-        ({"hidden_dropout": 0.1}, "hidden_dropout is 0.1, expected none"),
-        (COUNTED, "moe_aux_loss_coeff is"),
-        (EXPERTS | {"moe_z_loss_coeff": 0.1}, "moe_z_loss_coeff is 0.1"),
-        ({"distribute_saved_activations": True}, "distribute_saved_activations is True"),
-        (LATENT | CORE | {"recompute_modules": ["mla_up_proj"]}, "recompute_modules has mla_up_proj"),
-        ({"context_parallel_size": 3}, "has 4 heads, expected a multiple of the 3"),
+        ({}, {"pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size is 2, expected 1"),
+        ({"hidden_dropout": 0.1}, {}, "hidden_dropout is 0.1, expected none"),
+        (COUNTED, {}, "moe_aux_loss_coeff is"),
+        (EXPERTS | {"moe_z_loss_coeff": 0.1}, {}, "moe_z_loss_coeff is 0.1"),
+        (EXPERTS, {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather"}, "is 'allgather'"),
+        ({}, {"distribute_saved_activations": True}, "distribute_saved_activations is True"),
+        (LATENT | CORE | {"recompute_modules": ["mla_up_proj"]}, {}, "recompute_modules has mla_up_proj"),
+        ({}, {"context_parallel_size": 3}, "has 4 heads, expected a multiple of the 3"),
+        (RECURRENT, {"context_parallel_size": 2}, "a model with recurrent layers, expected 1 in a walk"),
     ],
 )
-def test_refused_before_anything_runs(settings: dict[str, Any], words: str) -> None:
-    cpu.parallel()
-    model = build(
-        enable(layer_spec(**{k: v for k, v in settings.items() if "parallel" not in k})),
-        {k: v for k, v in settings.items() if k not in ("context_parallel_size", "pipeline_model_parallel_size")},
-    )
-    for name in ("context_parallel_size", "pipeline_model_parallel_size"):
-        setattr(model.config, name, settings.get(name, 1))
+def test_refused_before_anything_runs(settings: dict[str, Any], later: dict[str, Any], words: str) -> None:
+    """later: fields that the model is not built with here."""
+    model = made(settings)
+    vars(model.config).update(later)
     with pytest.raises(ValueError, match=words):
         walk_passes(model, [tree().batch], ROWS)
 
@@ -138,7 +136,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(tests.ranks, "SECONDS", 240)  # ranks that wait for each other end here
         tests.ranks.on_ranks(2, "tests.integrations.megatron.walks:main", str(folder))
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -158,6 +156,14 @@ def test_ranks_with_unequal_trees(kind: str, name: str, ranks: list[dict[str, An
     for logp, gradients, _ in found:
         assert logp < 1e-5
         assert gradients < 1e-4
+
+
+def test_a_tensor_parallel_rank_keeps_its_share(ranks: list[dict[str, Any]]) -> None:
+    alone = measure_rows(made({}), tree().batch.input_ids, rows=8)
+    for one in ranks:
+        assert one["costs"] == ranks[0]["costs"]
+        assert one["costs"].kept == alone.kept / 2
+        assert alone.graph / 2 < one["costs"].graph < alone.graph
 
 
 def test_ranks_raise_together(ranks: list[dict[str, Any]]) -> None:

@@ -175,6 +175,7 @@ def main(number: int, folder: str) -> None:
             found[f"expert, {name}"] = experts(roots[number], len(roots[0]))
             found[f"data, {name}"] = data(roots, number)
         found["refused"] = refused(number)
+        found["costs"] = measure_rows(made({}, tp=2), tree().batch.input_ids, rows=8)
     torch.save(found, Path(folder) / f"{number}.pt")
 
 
