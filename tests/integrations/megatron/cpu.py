@@ -173,9 +173,10 @@ def close_groups() -> None:
             dist.destroy_process_group(group)
 
 
-def parallel(tp: int = 1, pp: int = 1, ep: int = 1, cp: int = 1, interleaved: int | None = None) -> None:
+def parallel(
+    tp: int = 1, pp: int = 1, ep: int = 1, cp: int = 1, interleaved: int | None = None, etp: int | None = None
+) -> None:
     """Groups of ranks of these sizes in the place of those before."""
     close_groups()
-    parallel_state.initialize_model_parallel(
-        tp, pp, interleaved, context_parallel_size=cp, expert_model_parallel_size=ep
-    )
+    more = {"context_parallel_size": cp, "expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
+    parallel_state.initialize_model_parallel(tp, pp, interleaved, **more)

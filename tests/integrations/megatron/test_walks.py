@@ -3,6 +3,7 @@ sequences."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.integrations.megatron.updates import COUNTED, EXPERTS, HYBRID, LATENT
 from tests.integrations.megatron.walks import (
     AGAIN,
     BIAS,
+    FOUR,
     ROWS,
     SCENARIOS,
     error,
@@ -145,6 +147,15 @@ def test_ranks_of_one_model(name: str, ranks: list[dict[str, Any]]) -> None:
         logp, gradients = one[name]
         assert logp < 1e-5
         assert gradients < 1e-4
+
+
+@pytest.mark.slow
+def test_four_ranks(tmp_path: Path) -> None:
+    tests.ranks.on_ranks(4, "tests.integrations.megatron.walks:of_four", str(tmp_path))
+    for rank in range(4):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        assert list(found) == list(FOUR)
+        assert all(logp < 1e-5 and gradients < 1e-4 for logp, gradients in found.values()), found
 
 
 @pytest.mark.parametrize("name", ["fewer", "none"])

@@ -59,7 +59,11 @@ def _found(model: Any, logp: torch.Tensor, kinds: str = "") -> Found:
         gradients[name] = p.grad.clone()
         if dist.get_world_size(group) > 1 and ".experts." not in name:  # as DistributedDataParallel does
             dist.all_reduce(gradients[name], group=group)
+        if getattr(p, "sequence_parallel", False):  # as finalize_model_grads does
+            dist.all_reduce(gradients[name], group=parallel_state.get_tensor_model_parallel_group())
     counts = [x.clone() for name, x in model.named_buffers() if name.endswith("local_tokens_per_expert")]
+    for x in counts:  # ranks of a model share rows otherwise in a walk
+        dist.all_reduce(x, group=parallel_state.get_tensor_and_context_parallel_group())
     for _, x in model.named_buffers():
         if x.dtype.is_floating_point:
             x.zero_()
@@ -130,6 +134,7 @@ def made(settings: dict[str, Any], dtype: torch.dtype = torch.float32, **sizes: 
     """An enabled model, in new groups of ranks."""
     cpu.parallel(**sizes)
     fields = {"tp": "tensor_model_parallel_size", "cp": "context_parallel_size", "ep": "expert_model_parallel_size"}
+    fields["etp"] = "expert_tensor_parallel_size"
     settings = settings | {fields[name]: size for name, size in sizes.items()}
     norms = settings.get("qk_layernorm", True)
     is_hybrid = "pattern" in settings
@@ -163,14 +168,36 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 }
 
 
+# Of four ranks; those that a scenario does not ask for are data parallel, and have other trees.
+SEQUENCE = {"tp": 2, "sequence_parallel": True, **NO_NORMS}
+FOUR: dict[str, dict[str, Any]] = {
+    "context, a head each": {"cp": 4, "softmax_type": "learnable"},
+    "tensor, sequence, context, expert": {**BIAS, **SEQUENCE, "cp": 2, "ep": 4, "etp": 1},
+    "tensor, sequence, expert, each layer again": {**BIAS, **AGAIN, **SEQUENCE, "ep": 2, "etp": 1},
+    "tensor, sequence, recurrent": {**RECURRENT, **SEQUENCE},
+}
+
+
+def of_scenarios(scenarios: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The errors of this rank, by scenario."""
+    found = {}
+    for name, settings in scenarios.items():
+        sizes = {key: value for key, value in settings.items() if key in ("tp", "cp", "ep", "etp")}
+        model = made({k: v for k, v in settings.items() if k not in sizes}, **sizes)
+        mine = tree(root=3 if parallel_state.get_data_parallel_rank() else 9)
+        wanted = packed(model, mine)
+        found[name] = error(walked(model, [mine], ROWS), wanted)
+    return found
+
+
+def of_four(number: int, folder: str) -> None:
+    with cpu.rank():
+        torch.save(of_scenarios(FOUR), Path(folder) / f"{number}.pt")
+
+
 def main(number: int, folder: str) -> None:
     with cpu.rank():
-        found: dict[str, Any] = {}
-        for name, settings in SCENARIOS.items():
-            sizes = {key: value for key, value in settings.items() if key in ("tp", "cp", "ep")}
-            model, same = made({k: v for k, v in settings.items() if k not in sizes}, **sizes), tree()
-            wanted = packed(model, same)
-            found[name] = error(walked(model, [same], ROWS), wanted)
+        found = of_scenarios(SCENARIOS)
         for name, roots in {"fewer": ([60], [2]), "none": ([60, 2], [])}.items():
             found[f"expert, {name}"] = experts(roots[number], len(roots[0]))
             found[f"data, {name}"] = data(roots, number)
