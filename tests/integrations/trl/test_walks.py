@@ -77,7 +77,7 @@ def kinds(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU on which a few rows are left, on which the head takes nothing, and passes cost what their rows do."""
-    for name in ("PASS", "PASS_BACKWARD", "LEAST_PASS"):
+    for name in ("PASS_BACKWARD", "LEAST_PASS"):
         monkeypatch.setattr(memory, name, 0)
     measured = common.Walks._costs
     monkeypatch.setattr(common.Walks, "_bytes", lambda self: 300_000)
