@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from torch import nn
 
 from dualkv.context_parallel import ContextShard
-from dualkv.integrations.megatron.configs import counted, refuse, refuse_count
+from dualkv.integrations.megatron.configs import counted, gathers_experts, refuse, refuse_count
 from dualkv.integrations.megatron.routers import RUNNING
 from dualkv.integrations.megatron.rows import PackedGroups
 from dualkv.sequence_parallel import Shard
@@ -67,6 +68,11 @@ class Checked(nn.Module):
                 f"length of PackedGroups is None and virtual_pipeline_model_parallel_size"
                 f" {self.config.virtual_pipeline_model_parallel_size}, expected seq_length of the schedule: interleaved"
                 " stages exchange micro-batches of one length"
+            )
+        if packed.length is None and gathers_experts(self.config) and parallel_state.get_data_parallel_world_size() > 1:
+            raise ValueError(
+                "length of PackedGroups is None and moe_token_dispatcher_type 'allgather', expected a length, or"
+                " 'alltoall' or 'flex': data-parallel ranks gather each other's rows, equally many of each"
             )
         for name in ("inference_context", "inference_params"):
             if others.get(name) is not None:

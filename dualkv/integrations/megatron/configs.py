@@ -259,6 +259,12 @@ def counted(config: Any) -> list[str]:
     return [name for name, on in zip(COUNTED, active, strict=True) if on]
 
 
+def gathers_experts(config: Any) -> bool:
+    """Whether ranks with other experts gather each other's rows, and take them to be equally many."""
+    experts = config.num_moe_experts is not None and config.expert_model_parallel_size > 1
+    return bool(experts and config.moe_token_dispatcher_type == "allgather")
+
+
 def refuse_count(config: Any) -> None:
     """Raises ValueError for a config whose experts cannot count by rollouts, though it has something to count."""
     if not (names := counted(config)):

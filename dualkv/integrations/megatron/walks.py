@@ -41,7 +41,7 @@ from dualkv.data.counts import last_segments, paths, rollouts_of_segments
 from dualkv.data.memory import RowCosts
 from dualkv.data.parts import TreePart, numbered
 from dualkv.data.trees import PackedSequences
-from dualkv.integrations.megatron.configs import MEANING, counted
+from dualkv.integrations.megatron.configs import MEANING, counted, gathers_experts
 from dualkv.integrations.megatron.enabling import decoder_model, layers_of
 from dualkv.integrations.megatron.recurrent import MIXERS, mixer_of
 from dualkv.integrations.megatron.rows import PackedGroups, Predictions, Rollouts
@@ -385,7 +385,7 @@ def refuse(model: nn.Module) -> None:
                 f"{name} is {getattr(config, name)!r}, expected none in a walk: a loss that counts the tokens of all"
                 " rows is no sum over parts"
             )
-    if config.expert_model_parallel_size > 1 and config.moe_token_dispatcher_type == "allgather":
+    if gathers_experts(config):
         raise ValueError(
             "moe_token_dispatcher_type is 'allgather', expected 'alltoall' or 'flex' in a walk with experts on several"
             " ranks: parts differ in length between ranks"

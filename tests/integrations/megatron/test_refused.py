@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -17,7 +18,7 @@ import dualkv
 from codegen import packages
 from dualkv.integrations.megatron import PackedGroups, disable, enable, enabling
 from tests.integrations.megatron import cpu
-from tests.integrations.megatron.updates import COUNTED, HYBRID, LATENT, RECURRENT, build, hybrid, layer_spec
+from tests.integrations.megatron.updates import COUNTED, EXPERTS, HYBRID, LATENT, RECURRENT, build, hybrid, layer_spec
 
 LAYOUT = dualkv.Layout.from_lengths([3], [[2, 1]])
 
@@ -257,6 +258,16 @@ def test_one_length_for_all_micro_batches() -> None:
     model = build(enable(layer_spec()), {})
     model.config.virtual_pipeline_model_parallel_size = 2
     with pytest.raises(ValueError, match=r"^length of PackedGroups is None and virtual_pipeline_model_parallel_size 2"):
+        call(model)
+
+
+def test_experts_that_gather_rows_of_data_parallel_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = EXPERTS | {"moe_token_dispatcher_type": "allgather", "variable_seq_lengths": False}
+    model = build(enable(layer_spec(**settings)), settings)
+    model.config.expert_model_parallel_size = 2
+    call(model)
+    monkeypatch.setattr(parallel_state, "get_data_parallel_world_size", lambda: 2)
+    with pytest.raises(ValueError, match=r"^length of PackedGroups is None and moe_token_dispatcher_type 'allgather'"):
         call(model)
 
 
