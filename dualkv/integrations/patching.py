@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from types import CellType, FunctionType, TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -160,9 +160,9 @@ def is_marked(function: Any) -> bool:
     return hasattr(function, "_of_dualkv")
 
 
-def hand(module: nn.Module, layout: Any) -> None:
-    """Leave a call's layout with a module whose callers do not hand it on."""
-    cast(Any, module).dualkv_layout = layout
+def hand(target: Any, given: Any, name: str = LAYOUT) -> None:
+    """Leave a call's layout, or what `name` says, with a module or tensor whose callers do not hand it on."""
+    setattr(target, name, given)
 
 
 def take_back(module: nn.Module) -> None:

@@ -50,6 +50,7 @@ from dualkv.packed_rows import PackedRows, packed_rows
 from dualkv.segments import OP_TAGS, segments_of
 from dualkv.sequence_parallel import Shard
 
+NGRAMS = "ple_input_ids"  # an argument of Qwen4-exp's layers: token ids
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -340,6 +341,22 @@ def _take_layout(
     return args, {**kwargs, "dualkv": layout}
 
 
+def _mark(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook of layers with n-grams (Qwen4-exp), whose token ids bring the layout along: checkpointing runs a
+    layer again without the hooks of the layer."""
+    if kwargs.get("dualkv") is None:
+        return None
+    ids = kwargs[NGRAMS].view_as(kwargs[NGRAMS])
+    patching.hand(ids, kwargs["dualkv"])
+    return args, {**kwargs, NGRAMS: ids}
+
+
+def _take_marked(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook of the n-grams in such a layer."""
+    layout = getattr(args[1], patching.LAYOUT, None)
+    return None if layout is None else (args, {**kwargs, "dualkv": layout})
+
+
 # ---------------------------------------------------------------- the registered implementations
 def _packed_attention(
     module: nn.Module,
@@ -358,6 +375,7 @@ def _packed_attention(
         raise ValueError(
             f"{layers.describe(module)} is not causal self-attention, the only kind that dualkv.attention computes"
         )
+    kwargs = indexers.with_sets(module, kwargs)
     features, sets = layers.features(module, attention_mask, kwargs), indexers.given_sets(kwargs)
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if layers.has_temperature(module):
@@ -494,8 +512,12 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True, fas
     for decoder in inner:
         recurrent.install(decoder)
         for name, mixer in recurrent.mixers(decoder):
-            if recurrent.is_within_attention(mixer):
-                patching.of(decoder.get_submodule(name.rpartition(".")[0])).before(_hand_on)
+            around = decoder.get_submodule(name.rpartition(".")[0])
+            if recurrent.lacks_arguments(mixer) and NGRAMS in layers.arguments(type(around)):
+                patching.of(around).before(_mark)
+                patching.of(mixer).before(_take_marked)
+            elif recurrent.lacks_arguments(mixer):
+                patching.of(around).before(_hand_on)
                 patching.of(mixer).replace(patching.LAYOUT, None)
                 patching.of(mixer).before(_take_layout)
             patching.of(mixer).before(recurrent.enter)

@@ -1,5 +1,5 @@
 """Attention layers with an indexer, which selects the keys that a query attends to: `index_topk` keys (DeepSeek V3.2),
-or blocks of keys (MiniMax M3).
+or blocks of keys (MiniMax M3, Qwen4-exp).
 
 A query that sees no more keys than that attends to all of them, whatever the indexer's scores are. So a packed call
 whose paths are no longer selects nothing. On longer paths the model's own code scores a chunk of rows at a time: it
@@ -36,6 +36,7 @@ from dualkv.sequence_parallel import Shard, check_heads
 
 LAYER_TYPES = "indexed_attention", "minimax_m3_sparse"  # entries of `config.layer_types`
 ARGUMENTS = "indices", "block_indices"  # of attention functions: what indexers return
+BUDGET, SETS = "token_budget", f"{patching.OURS}sets"  # of indexers that return masks: their limit, and our sets
 
 
 def of_layer(module: nn.Module) -> Any:
@@ -43,14 +44,16 @@ def of_layer(module: nn.Module) -> Any:
     indexer = getattr(module, "indexer", None)
     if not isinstance(indexer, nn.Module):
         return None
-    keys, blocks = (isinstance(getattr(indexer, name, None), int) for name in ("index_topk", "topk_blocks"))
+    keys, blocks, budget = (
+        isinstance(getattr(indexer, name, None), int) for name in ("index_topk", "topk_blocks", BUDGET)
+    )
     takes = inspect.signature(type(indexer).forward).parameters
-    return indexer if blocks or (keys and "attention_mask" in takes and "position_ids" in takes) else None
+    return indexer if blocks or budget or (keys and "attention_mask" in takes and "position_ids" in takes) else None
 
 
 def longest_path(config: Any) -> int | None:
     """The tokens of a path up to which models of a configuration attend to all keys; None: there is no such limit."""
-    limit = getattr(config, "index_topk", None)
+    limit = getattr(config, "index_topk", getattr(config, "indexer_budget", None))
     if LAYER_TYPES[1] in (getattr(config, "layer_types", None) or ()):
         limit = config.index_topk_blocks * config.index_block_size
     return limit if isinstance(limit, int) else None
@@ -58,7 +61,10 @@ def longest_path(config: Any) -> int | None:
 
 def selects(config: Any, dualkv: Any) -> bool:
     """Whether rows of a call see more keys than indexers of this configuration select; dualkv: the packed rows."""
-    limit = longest_path(config)
+    return _is_longer(longest_path(config), dualkv)
+
+
+def _is_longer(limit: int | None, dualkv: Any) -> bool:
     return limit is not None and packed_rows(dualkv).whole._segments.longest_path > limit
 
 
@@ -78,11 +84,12 @@ def install(module: nn.Module) -> None:
         patching.of(module).before(_hand_on)
         patching.of(indexer).replace(patching.LAYOUT, None)
         patching.of(indexer).replace("forward", _Forward(indexer))
+        patching.of(indexer).replace(SETS, None)
 
 
 def _hand_on(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of an attention layer: its indexer finds the call's packed rows."""
-    patching.hand(module.indexer, kwargs.get("dualkv"))  # type: ignore[arg-type]
+    patching.hand(module.indexer, kwargs.get("dualkv"))
 
 
 class _Forward:
@@ -98,9 +105,24 @@ class _Forward:
         if dualkv is None:
             return own(indexer, *args, **kwargs)
         given = inspect.signature(own).bind(indexer, *args, **kwargs).arguments
-        if not selects(indexer.config, dualkv):
-            return given["hidden_states"].new_empty(1, 0, 0, 0, dtype=torch.int32)
-        return _once(indexer, dict(given), dualkv)[None]
+        budget = getattr(indexer, BUDGET, None)
+        limit = longest_path(indexer.config) if budget is None else budget
+        sets = given["hidden_states"].new_empty(0, 0, 0, dtype=torch.int32)
+        if _is_longer(limit, dualkv):
+            sets = _once(indexer, dict(given), dualkv)
+        if budget is None:
+            return sets[None]
+        patching.hand(indexer, sets[None], SETS)  # its layer hands a mask on alone
+        return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=sets.device)
+
+
+def with_sets(module: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of an attention function in a packed call, with the sets of an indexer that returns masks."""
+    indexer = getattr(module, "indexer", None)
+    if (sets := getattr(indexer, SETS, None)) is None:
+        return arguments
+    patching.hand(indexer, None, SETS)
+    return arguments | {ARGUMENTS[0]: sets}
 
 
 def given_sets(arguments: dict[str, Any]) -> torch.Tensor | None:
@@ -209,6 +231,10 @@ def mask_without_layout(
 
 
 # ---------------------------------------------------------------- selection
+KEPT, ROTARY = ("keys", "rotary"), "position_embeddings"
+HEADS = "n_heads", "num_heads", "index_n_heads"  # names of one number
+
+
 class _HasKeys(Exception):
     """Ends an indexer's forward once its index keys are known."""
 
@@ -218,7 +244,8 @@ class _Selection:
 
     Attributes:
         segments: of the rows whose keys the call's rows see; these are `begin` to `end` among them.
-        keys: [rows of the segments, d] index keys. Those of a chunk come behind those of its path.
+        of_budget: the indexer wants rotary factors of the keys' rows too, and returns a mask.
+        noted: [rows of the segments, d] index keys, and these factors. Those of a chunk come behind those of its path.
         chunk: rows of the call that run now, and their path; None while keys of all are made.
     """
 
@@ -231,7 +258,8 @@ class _Selection:
         elif isinstance(dualkv, Shard):
             self.begin = dualkv.rank * dualkv.num_tokens
         self.end = self.begin + dualkv.num_tokens
-        self.keys: torch.Tensor | None = None
+        self.of_budget = hasattr(indexer, BUDGET)
+        self.noted: dict[str, torch.Tensor] = {}
         self.chunk: tuple[slice, list[tuple[int, int]]] | None = None
 
     @torch.no_grad()
@@ -241,15 +269,15 @@ class _Selection:
             if isinstance(self.dualkv, Shard) and self.dualkv.world_size > 1:
                 with suppress(_HasKeys):
                     self._run(None)
-            heads = getattr(self.indexer, "n_heads", None) or self.indexer.num_heads
+            heads = next(getattr(self.indexer, x) for x in HEADS if hasattr(self.indexer, x))
             size = max(1, selected.ELEMENTS // (heads * self.segments.longest_path))
             found = [self._of_chunk(*chunk) for chunk in selected.chunks(self.segments, self.begin, self.end, size)]
-            if isinstance(self.dualkv, Branch) and self.dualkv.part.is_trunk and self.keys is not None:
-                self.dualkv.keep(self.call, self.keys[self.begin :])
+            if isinstance(self.dualkv, Branch) and self.dualkv.part.is_trunk and self.noted:
+                self.dualkv.keep(self.call, *(self.noted[name][self.begin :] for name in KEPT if name in self.noted))
         return torch.cat(found, 1)
 
-    def _run(self, visible: torch.Tensor | None) -> None:
-        """The model's own code for the rows of the chunk; visible: [c, n] of the keys of their path."""
+    def _run(self, visible: torch.Tensor | None) -> Any:
+        """Run the model's own code for the rows of the chunk; visible: [c, n] of the keys of their path."""
         rows = slice(None) if self.chunk is None else self.chunk[0]
         layers = {self.indexer.layer_idx: SimpleNamespace(update_index=self._updated)}
         takes = inspect.signature(type(self.indexer).forward).parameters
@@ -258,21 +286,38 @@ class _Selection:
         named[cache] = SimpleNamespace(update_indexer=self._updated, layers=layers)
         if "attention_mask" in named:
             named["attention_mask"] = None if visible is None else visible[None]
-        type(self.indexer).forward(self.indexer, **named)
+        if self.of_budget and visible is not None:
+            named["attention_mask"] = visible[None, None]
+            named[ROTARY] = self._rotary(*named[ROTARY])
+        return type(self.indexer).forward(self.indexer, **named)
+
+    def _rotary(self, *of_rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The rotary factors [1, n, r] of the rows' path from those of the chunk's rows [1, c, r]."""
+        found = self._behind(torch.cat(of_rows, -1)[0], "rotary")
+        return tuple(x[None] for x in found.split([x.shape[-1] for x in of_rows], -1))
 
     def _updated(self, new: torch.Tensor, *_layer: int) -> torch.Tensor:
         """Note index keys [.., rows, d]; return those of the rows' path. It stands for the method of a cache."""
+        rows = new.flatten(0, -2)
         if self.chunk is None:
-            self.keys = self.dualkv.gather(new.flatten(0, -2))
+            self.noted["keys"] = self.dualkv.gather(rows)
+            if self.of_budget:
+                self.noted["rotary"] = self.dualkv.gather(torch.cat(self.given[ROTARY], -1)[0])
             raise _HasKeys
-        if self.keys is None:
-            self.keys = new.new_empty(self.segments.total, new.shape[-1])
-            if isinstance(self.dualkv, Branch) and self.begin:
-                (self.keys[: self.begin],) = self.dualkv.of_path(self.call)
-        rows, path = self.chunk
-        self.keys[self.begin + rows.start : self.begin + rows.stop] = new.flatten(0, -2)
-        seen = selected.rows_of(self.keys, path)
+        seen = self._behind(rows, "keys")
         return seen.view(*new.shape[:-2], *seen.shape)
+
+    def _behind(self, new: torch.Tensor, name: str) -> torch.Tensor:
+        """[n, d] of the path of the chunk's rows, from those of the rows [c, d], which are noted."""
+        assert self.chunk is not None
+        if name not in self.noted:
+            noted = self.noted[name] = new.new_empty(self.segments.total, new.shape[-1])
+            if isinstance(self.dualkv, Branch) and self.begin:
+                names = KEPT[: 1 + self.of_budget]
+                noted[: self.begin] = self.dualkv.of_path(self.call)[names.index(name)]
+        rows, path = self.chunk
+        self.noted[name][self.begin + rows.start : self.begin + rows.stop] = new
+        return selected.rows_of(self.noted[name], path)
 
     def _of_chunk(self, first: int, last: int, path: list[tuple[int, int]]) -> torch.Tensor:
         """[S, c, W] of the rows [first, last)."""
@@ -280,9 +325,13 @@ class _Selection:
         n = sum(end - begin for begin, end in path)
         positions = torch.arange(n, device=self.given["hidden_states"].device)
         visible = positions <= positions[n - (last - first) :, None]
-        with _Topk() as top:
-            self._run(visible)
-        chosen = top.chosen(visible, getattr(self.indexer, "block_size", 1))
+        if self.of_budget:
+            with first_of_equals():
+                chosen = self._run(visible)[0] & visible
+        else:
+            with _Topk() as top:
+                self._run(visible)
+            chosen = top.chosen(visible, getattr(self.indexer, "block_size", 1))
         behind = -(-self.segments.longest_path // selected.BITS) * selected.BITS - n
         return selected.packed_bits(torch.nn.functional.pad(chosen, (0, behind)))
 

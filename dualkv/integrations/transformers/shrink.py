@@ -130,8 +130,10 @@ def _shrunk(name: str, value: Any, sizes: Sizes) -> Any:
         most = 2
     elif MAMBA_CHUNK.match(name):
         most = 2 * sizes.threshold  # longer than some of the tree's segments and shorter than its paths
-    elif name == "index_topk":
+    elif name in ("index_topk", "indexer_budget"):
         return sizes.selected if _number(value) else None
+    elif name == "indexer_compress_ratio":  # keys that are selected together
+        most = 2
     elif name == "topk_group":
         most = 1
     elif TOKEN_ID.match(name):

@@ -161,6 +161,40 @@ def test_packed_is_replicated(name: str, layout: dualkv.Layout, monkeypatch: pyt
     assert (dense - hidden).norm() > 1e-2 * hidden.norm(), "selection matters"
 
 
+def test_blocks_of_keys_and_ngrams_of_tokens() -> None:
+    """Qwen4-exp selects blocks of keys by masks of its own, and embeds the last tokens of each row, among them the end
+    of a text; layers run again in the backward."""
+    sizes = (
+        SIZES | EXPERTS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+    )
+    nets = {f"linear_num_{name}_heads": 2 for name in ("key", "value")}
+    nets |= {f"linear_{name}_head_dim": 8 for name in ("key", "value")}
+    of_indexer = {"n_heads": 2, "kv_heads": 1, "head_dim": 8, "budget": 4, "compress_ratio": 2}
+    ngrams = {"ple_layer_ids": [1], "ple_embed_dim": 32, "ngram_vocab_size_base": 50, "eos_token_id": 5}
+    small = {"hc_count": 2, "hc_lowrank": 8, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+    config = tf.Qwen4ExpTextConfig(
+        **sizes | nets | ngrams | small | {f"indexer_{name}": value for name, value in of_indexer.items()},
+        layer_types=["linear_attention", "indexed_attention"], attn_implementation="eager",
+    )  # fmt: skip
+    model = tf.AutoModel.from_config(config).train()
+    with torch.no_grad():
+        selfcheck.randomize(model, seed=0)
+    ids, times = token_ids(LAYOUT), Counter(row for path, _ in paths(LAYOUT) for row in path)
+    ids[0, [2, 9, 14, 20]] = 5
+    with indexers.first_of_equals():
+        each = [model(input_ids=ids[:, path], use_cache=False)[0][0] for path, _ in paths(LAYOUT)]
+    sum(weighted(LAYOUT, x, path, times) for x, (path, _) in zip(each, paths(LAYOUT), strict=True)).backward()
+    expected_of = gradients(model)
+    model.zero_grad()
+    recompute_layers(enable(model, check=False), "nothing")
+    hidden = model(input_ids=ids, dualkv=LAYOUT)[0][0]
+    loss(model, LAYOUT, hidden, sorted(times)).backward()
+    for (path, _), reference in zip(paths(LAYOUT), each, strict=True):
+        assert_close(f"hidden states of rows {path}", hidden[path], reference, 1e-5)
+    for parameter, gradient in gradients(model).items():
+        assert_close(parameter, gradient, expected_of[parameter], 5e-4)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_calls_without_a_layout_select_as_before(name: str) -> None:
     plain, model = make(name, torch.float32), make(name, torch.float32)

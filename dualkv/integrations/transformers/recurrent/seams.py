@@ -63,9 +63,11 @@ MIXERS: dict[str, tuple[str, ...]] = {
     "Lfm3ShortConv": (CONV,),
     "MiniMaxLightningAttention": (),
     "ZayaCCAProjection": (),
+    "Qwen4ExpTextGatedDeltaNet": (CONV, DELTA),
+    "Qwen4ExpTextPLELayer": (),
 }
-# Those of them that an attention layer calls, without keyword arguments: projections that read a few rows back.
-WITHIN_ATTENTION = ("ZayaCCAProjection",)
+# Those of them that read a few rows back and get no keyword arguments from the layer around them.
+LACKING = ("ZayaCCAProjection", "Qwen4ExpTextPLELayer")
 
 # Blocks of Nemotron-H that have no rows but their own: they stand where other models have attention.
 POINTWISE = ("NemotronHMLP", "NemotronHMoE")
@@ -89,9 +91,9 @@ def pointwise(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if _named(type(module), POINTWISE) is not None]
 
 
-def is_within_attention(mixer: nn.Module) -> bool:
-    """Whether a recurrent layer is a part of an attention layer, which hands it no keyword arguments."""
-    return _named(type(mixer), WITHIN_ATTENTION) is not None
+def lacks_arguments(mixer: nn.Module) -> bool:
+    """Whether the layer around a recurrent layer hands it no keyword arguments."""
+    return _named(type(mixer), LACKING) is not None
 
 
 def _named(cls: type[Any], names: Any) -> type[Any] | None:
@@ -123,9 +125,9 @@ def objections(decoder: nn.Module, attention: list[str]) -> Iterator[str]:
                 f"{name} ({cls.__name__}) has a forward of its own in place of its class's (kernels of the hub,"
                 " accelerate's hooks): it goes past the functions by which a layout reaches a recurrent layer"
             )
-        elif cls.__name__ in WITHIN_ATTENTION and _has_bias(cast(Any, module)):
+        elif cls.__name__ == "ZayaCCAProjection" and _has_bias(cast(Any, module)):
             yield f"{name} ({cls.__name__}) has biases before its convolutions, which zeros before a sequence lack"
-        elif earlier.knows(cls) or cls.__name__ in WITHIN_ATTENTION:
+        elif earlier.knows(cls) or cls.__name__ in LACKING:
             continue
         elif missing or not code.co_flags & inspect.CO_VARKEYWORDS:
             lacks = f"call {missing[0]}" if missing else "take keyword arguments"
@@ -184,8 +186,7 @@ def install_in(cls: type[Any]) -> None:
         if (own := vars(file).get(seam)) is not None and not patching.is_marked(own):
             patching.of(file).replace(seam, patching.marked(wrap(own)))
     if not replaced and not patching.is_marked(cls.forward):
-        wrap = _projection if cls.__name__ in WITHIN_ATTENTION else _lightning
-        patching.of(cls).replace("forward", patching.marked(wrap(cls.forward)))
+        patching.of(cls).replace("forward", patching.marked(FORWARDS[cls.__name__](cls.forward)))
 
 
 def _install_earlier(cls: type[Any], names: dict[str, Any]) -> None:
@@ -403,6 +404,53 @@ def _projection(own: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+# ---------------------------------------------------------------- Qwen4-exp
+def _ngrams(own: Callable[..., Any]) -> Callable[..., Any]:
+    """`Qwen4ExpTextPLELayer.forward`: embeddings of the last tokens, and a convolution, which read rows back."""
+
+    @wraps(own)
+    def forward(layer: Any, hidden_states: Tensor, *args: Any, dualkv: Any = None, **kwargs: Any) -> Any:
+        if dualkv is None:
+            return own(layer, hidden_states, *args, **kwargs)
+        return packed(layer, hidden_states, args[0] if args else kwargs["input_ids"], dualkv)
+
+    @torch.compiler.disable
+    def packed(layer: Any, hidden_states: Tensor, input_ids: Tensor, dualkv: Any) -> Tensor:
+        trees, ngrams = _checked(dualkv, {}), layer.ple_embedding
+
+        def back(run: Callable[[Tensor], Tensor], x: Tensor, rows: int) -> Tensor:
+            """Run a function of sequences [N, L, C] on the paths of [1, t, C], with `rows` zeros before each."""
+
+            def of_columns(x: Tensor) -> Tensor:
+                return run(x.transpose(1, 2)).transpose(1, 2)
+
+            found = trees.convolve(lambda windows, x: convolve(of_columns, windows, x), x.transpose(1, 2), rows)
+            return found.transpose(1, 2).contiguous()
+
+        def embedded(ids: Tensor, _cache: Any) -> Tensor:
+            """Embed n-grams. Before a sequence stands the end of another one, here 0; fp64 has the integers."""
+            eos = ngrams.eos_token_id
+            behind = (ids - eos).double()[..., None]
+            return back(lambda x: ngrams(x[..., 0].long() + eos, None), behind, ngrams.context_len)
+
+        def convolved(x: Tensor, _cache: Any) -> Tensor:
+            return back(lambda x: layer._short_conv(x, None), x, layer.short_conv_state_len)
+
+        return cast(Tensor, own(_OnPaths(layer, embedded, convolved), hidden_states, input_ids, None))
+
+    return forward
+
+
+class _OnPaths:
+    """A layer of n-grams with other functions where it reads rows back."""
+
+    def __init__(self, layer: Any, embedded: Callable[..., Tensor], convolved: Callable[..., Tensor]) -> None:
+        self._layer, self.ple_embedding, self._short_conv = layer, embedded, convolved
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
 # ---------------------------------------------------------------- masks
 def _mask(own: Callable[..., Any]) -> Callable[..., Any]:
     """`create_recurrent_attention_mask`: a packed call has no padding for a recurrent layer to hide."""
@@ -414,6 +462,11 @@ def _mask(own: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+FORWARDS: dict[str, Callable[..., Any]] = {
+    "MiniMaxLightningAttention": _lightning,
+    "ZayaCCAProjection": _projection,
+    "Qwen4ExpTextPLELayer": _ngrams,
+}
 WRAPPERS: dict[str, Callable[..., Any]] = {
     CONV: _conv,
     DELTA: _delta_rule("chunk_gated_delta_rule"),
