@@ -128,6 +128,15 @@ def _steps() -> dict[str, list[str]]:
     what = "forward and backward of a group with four images, 8 layers of Qwen3-VL-8B and its vision tower, H200"
     tokens = run["sizes"]["images"] * run["sizes"]["side"] ** 2 + run["sizes"]["text"]
     rows["images"] = measured(what, "PyTorch's SDPA", run["sizes"] | {"prompt_len": tokens}, ways, "median")
+    run = _load("images-turns-h200")
+    ways = [run["rows"][way] for way in ("replicated", "packed")]
+    what = "the same of an agent with a screenshot in each of 12 turns, 6 of them shared, H200"
+    screen = run["sizes"]["side"] ** 2
+    lens = {
+        "prompt_len": run["sizes"]["images"] * screen + run["sizes"]["text"],
+        "response_len": run["sizes"]["turns"] * (screen + run["sizes"]["response_len"]),
+    }
+    rows["agent"] = measured(what, "PyTorch's SDPA", run["sizes"] | lens, ways, "median")
     run = _load("real-model-h200")
     ways = [run["times"][way] for way in ("replicated", "packed")]
     sizes = run["runs_of"]["packed-0"]["settings"]
