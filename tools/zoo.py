@@ -2,8 +2,8 @@
 
 Each type is built from its default configuration (see SETTINGS), shrunk to other sizes than the self-check's, with
 random weights. Logits and gradients of packed groups and of a packed tree are compared with those of the replicated
-sequences, without the self-check. A packed call must refuse images, videos and audio by their names, except in models
-that run them (tests/integrations/transformers/test_media.py). Then `enable` runs on the whole type with its self-check.
+sequences, without the self-check. So are those with an image in the prompt and one in a response, or a packed call must
+refuse images, videos and audio by their names. Then `enable` runs on the whole type with its self-check.
 The exit code is 1 if a type is wrong (`enable` accepts it and packed calls differ, raise or take images, or `enable`
 raises anything but ValueError), or if it is exact in the record of this transformers (else of the pinned one) and not
 here. The records, `--json docs/results/zoo.json` and `zoo-newest.json`, make tables of docs/transformers.md (`python -m
@@ -38,7 +38,7 @@ from dualkv import Layout
 from dualkv.integrations.transformers import enable, indexers, layers, media, selfcheck, support
 from dualkv.integrations.transformers.recurrent import seams
 from dualkv.integrations.transformers.shrink import Sizes, shrink
-from tools import filed
+from tools import filed, zoo_images
 from tools.bench.record import OptionalJsonPath, Record
 
 EXACT, REFUSED, WRONG, NOT_BUILT = OUTCOMES = "exact", "refused", "wrong", "not built"
@@ -155,8 +155,10 @@ def _compare(cls: type[PreTrainedModel], config: PreTrainedConfig) -> Result:
 
 def _images(model: Any) -> str | None:
     """Say what is wrong where a model neither runs images packed nor refuses each input of images, videos and audio."""
-    if type(model.config) not in MAPPINGS["AutoModelForImageTextToText"] or media.families(model):
+    if type(model.config) not in MAPPINGS["AutoModelForImageTextToText"]:
         return None
+    if media.families(model):
+        return _with_images(model)
     ids, _ = inputs(model, LAYOUTS[0])
     taken = [name for name in layers.arguments(type(model)) if media.MEDIA.search(name)]
     for name in taken or ["pixel_values"]:
@@ -170,11 +172,34 @@ def _images(model: Any) -> str | None:
     return None
 
 
+def _with_images(model: Any) -> str | None:
+    """Say what is wrong with an image in a prompt and one in a response, compared with separate sequences."""
+    zoo_images.prepare(model)
+    batch, texts = zoo_images.rollouts(model, SEED)
+    weight = torch.randn(batch.layout.num_tokens, generator=torch.Generator().manual_seed(SEED))
+    rows = batch.unpack_sequences(torch.arange(len(weight)))
+    alone, total, seen = [], torch.zeros(()), set[int]()
+    for at, (ids, entry) in zip(rows, texts, strict=True):
+        logits = model(use_cache=False, **zoo_images.inputs(model, entry, ids)).logits[0]
+        first = [i for i, row in enumerate(at.tolist()) if row not in seen]
+        total = total + loss(logits[first], weight[at[first]])
+        seen.update(at.tolist())
+        alone.append(logits.detach())
+    expected = alone, gradients(model, total)
+    try:
+        out = model(input_ids=batch.input_ids, dualkv=batch.layout, **batch.media).logits[0]
+    except Exception as error:
+        return f"with images the call raises {type(error).__name__}: {error}"
+    worst = difference(([out[at].detach() for at in rows], gradients(model, loss(out, weight))), expected)
+    return None if worst <= BOUND else f"with images logits or gradients differ, by {worst:.1e}"
+
+
 @torch.no_grad()
 def small(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
     """The model in small, in fp32 on the CPU; equal arguments, equal weights."""
     config = shrink(config, sizes=SIZES)
     config.dtype = torch.float32
+    zoo_images.fit(config)
     torch.manual_seed(SEED)
     model = cls(config).eval()
     selfcheck.randomize(model, SEED)

@@ -57,6 +57,14 @@ def test_images_that_nobody_refuses_are_wrong(monkeypatch: pytest.MonkeyPatch, o
     assert "pixel_values" in found["reason"]
 
 
+def test_images_that_see_too_little_are_wrong(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+    assert zoo.examine("gemma3")["outcome"] == zoo.EXACT
+    monkeypatch.setattr(media, "_ahead", lambda *_: None)
+    found = zoo.examine("gemma3")
+    assert found["outcome"] == zoo.WRONG
+    assert "with images logits or gradients differ" in found["reason"]
+
+
 def test_types_without_a_layer_of_their_kind_are_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """The defaults of some configurations have none of the layers that are the reason for the type."""
     monkeypatch.setattr(zoo, "SETTINGS", {})
