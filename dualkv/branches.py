@@ -309,7 +309,8 @@ class Branch(PackedRows):
         keeps_all: whether layers that are checkpointed keep everything in this call, so that none runs again.
         anchor: a leaf that gives what reads kept tensors a place in the graph. It gets no gradient.
         at_end: callbacks for the end of the present pass's forward.
-        widths: of the attention layers that ran, by KV heads: the numbers that a row of the path takes in the widest.
+        widths: of the attention layers that ran, by KV heads: the bytes of rows of the path in the widest (queries,
+            keys, values and results, padded, with their gradients where there are some).
     """
 
     def __init__(
@@ -427,7 +428,9 @@ class Branch(PackedRows):
 
     def note_width(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_heads: int) -> None:
         """Note the width of an attention layer (`widths`); kv_heads: as many may run one after another."""
-        width = (q.shape[1] + k.shape[1]) * (k.shape[2] + v.shape[2])  # with gradients twice as many
+        width = (q.shape[1] + k.shape[1]) * (k.shape[2] + v.shape[2]) * k.itemsize
+        if self._has_graph:
+            width = 2 * width + 4 * q.shape[1] * q.shape[2]  # dq is summed in fp32
         self.widths[kv_heads] = max(width, self.widths.get(kv_heads, 0))
 
     def attention_of(self, layer: Hashable) -> Callable[..., torch.Tensor]:

@@ -119,7 +119,9 @@ def measure_sharded_rows(
         pairs = ((run(1, n, keeps_all), run(1, 2 * n, keeps_all), n) for n, keeps_all in ((few, True), (many, False)))
         graph, recomputed = ((larger.peak - smaller.peak) / n for smaller, larger, n in pairs)
         short, long = (run(n * LONG * below, below, False) for n in (1, 2))
-    path, kept = max(0.0, (long.peak - short.peak) / (LONG * below)), long.kept / (2 * LONG * below)
+    # The peak may lie where weights are gathered.
+    widest = max(long.widths.values(), default=0)
+    path, kept = max(widest, (long.peak - short.peak) / (LONG * below)), long.kept / (2 * LONG * below)
     heads, others = _heads(long.widths if torch.is_grad_enabled() else {})  # a forward computes all at once
     return RowCosts(kept, path, max(graph, recomputed), recomputed, kv_heads=heads, other_heads=others)
 

@@ -37,12 +37,14 @@ class PlannedBatch(NamedTuple):
             "alone" (sequences that share nothing).
         min_shared: for :func:`dualkv.pack_sequences`.
         rows: packed tokens.
+        walk: the parts of a walked tree, of a batch without tokens.
     """
 
     sequences: list[int]
     way: Way
     min_shared: int
     rows: int
+    walk: Fitting | None = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def plan_shared(shared: SharedPrefixes, memory: Memory, min_shared: int = 1) -> 
         if choice.reason:
             reasons.append(f"the tree of sequence {int(members.min())}, {choice.reason}")
         if choice.walk is not None:
-            batches.append(PlannedBatch(sorted(members.tolist()), "walked", min_shared, choice.rows))
+            batches.append(PlannedBatch(sorted(members.tolist()), "walked", min_shared, choice.rows, choice.walk))
             walked_time += choice.time
             continue
         alone += len(members) if choice.way == "alone" else 0

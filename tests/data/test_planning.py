@@ -126,7 +126,7 @@ def test_a_path_takes_what_the_layer_with_the_most_takes():
         return x.flatten(1)[None]
 
     found = dualkv.measure_rows(forward, torch.arange(9), rows=16)
-    assert (found.kv_heads, found.other_heads) == (8, ((2, 10 / 16),))
+    assert (found.kv_heads, found.other_heads) == (8, ((2, (2 * 10 * 16 * 4 + 256) / (2 * 16 * 16 * 4 + 256)),))
     assert found.of_path(49152) == found.path * 49152 * 5 / 8
     assert found._replace(other_heads=((1, 0.9),)).of_path(49152) == pytest.approx(found.path * 49152 * 0.9)
     with pytest.raises(ValueError, match="other_heads is 0, expected a positive number"):

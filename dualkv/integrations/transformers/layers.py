@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
 from codegen.tiles import HEAD_DIMS
+from dualkv.data.gain import PAIRS_A_ROW
 from dualkv.integrations.transformers import indexers, masks, media, recurrent
 from dualkv.ops.features import Features
 
@@ -157,6 +158,19 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
 def decoders(model: nn.Module) -> list[PreTrainedModel]:
     """The decoders of these layers, each once."""
     return list({id(owner): owner for _, _, owner in decoder_layers(model)}.values())
+
+
+def pairs_a_row(model: Any) -> float:
+    """Count the pairs of a query and a key that take as many FLOP as a row's products in a layer; experts as if all
+    ran. The weights are not sharded yet."""
+    config, decoder = model.config.get_text_config(), model.base_model
+    layer = next((x[0] for x in decoder.children() if isinstance(x, nn.ModuleList) and len(x)), None)
+    heads = getattr(config, "num_attention_heads", None)
+    if layer is None or not heads:
+        return PAIRS_A_ROW
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    weights = sum(p.numel() for p in layer.parameters() if p.dim() > 1)
+    return max(1.0, weights / (2 * heads * head_dim))
 
 
 def is_of_images(cls: type[nn.Module]) -> bool:

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from dualkv.arrays import check_gib, positive
 from dualkv.branches import Branch
-from dualkv.data.gain import MIN_SHARED, PAIRS_A_ROW, pays_over
+from dualkv.data.gain import MIN_SHARED, pays_over
 from dualkv.data.media import SequenceMedia
 from dualkv.data.memory import Memory, RowCosts
 from dualkv.data.packing import IGNORED, PackedBatch, pack_padded
@@ -157,7 +157,7 @@ class Walks:
         modes = [(module, module.training) for module in model.modules()]
         model.train()  # gradient checkpointing
         try:
-            return measure_rows(forward, batch.input_ids, loss, pairs=_pairs_a_row(model))
+            return measure_rows(forward, batch.input_ids, loss, pairs=layers.pairs_a_row(model))
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -178,19 +178,6 @@ class _Done(nn.Module):
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
         return SimpleNamespace(last_hidden_state=self.hidden)
-
-
-def _pairs_a_row(model: Any) -> float:
-    """Count the pairs of a query and a key that take as many FLOP as a row's products in a layer; experts as if all
-    ran."""
-    config, decoder = model.config.get_text_config(), model.base_model
-    layer = next((x[0] for x in decoder.children() if isinstance(x, nn.ModuleList) and len(x)), None)
-    heads = getattr(config, "num_attention_heads", None)
-    if layer is None or not heads:
-        return PAIRS_A_ROW
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    weights = sum(p.numel() for p in layer.parameters() if p.dim() > 1)
-    return max(1.0, weights / (2 * heads * head_dim))
 
 
 def refuse_walk(trainer: Any, **others: Any) -> None:

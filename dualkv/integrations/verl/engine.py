@@ -42,7 +42,7 @@ from verl.utils.device import get_device_id, get_device_name
 from verl.utils.metric import Metric
 from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-from verl.workers.engine.utils import postprocess_batch_func
+from verl.workers.engine.utils import detach_tree, postprocess_batch_func
 
 from dualkv.arrays import to_device
 from dualkv.branches import Branch
@@ -162,6 +162,7 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
         fast = bool(options.get(FAST, False))
         if fast and not self.model_config.use_liger:  # else veRL has put Liger's kernels in place
             fused.fuse(module)
+        self._pairs_a_row = layers.pairs_a_row(module)
         if self.model_config.enable_gradient_checkpointing:
             transformers.recompute_layers(module, options.get(KEEP, "attention" if fast else "nothing"))
         return module
@@ -321,27 +322,33 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
     def _forward_part(
         self, part: PartRows, branch: Branch, loss_function: Callable[..., Any] | None
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """veRL's loss and output of a part of a walk; zero where the part has no values."""
+        """veRL's loss and output of a part of a walk; zero where it has no values, or no loss is asked for."""
         self._running = Running(part.packed, branch)
         forward_only = not torch.is_grad_enabled()
         try:
-            if part.has_values:
-                found = self.forward_step(part.micro_batch, loss_function=loss_function, forward_only=forward_only)
-            else:
-                found = self._forward_without_values(part.micro_batch), {}
+            if not part.has_values or loss_function is None:
+                return self._forward_without_loss(part)
+            found = self.forward_step(part.micro_batch, loss_function=loss_function, forward_only=forward_only)
         finally:
             self._running = None
         return found
 
-    def _forward_without_values(self, micro_batch: TensorDict) -> torch.Tensor:
-        """Run the model on rows of which no value is taken. Returns zero, with a graph of the model's outputs, because
-        FSDP2 reduces only gradients that exist. Unlike `forward_step` this does not wait for the GPU."""
-        inputs, _ = self.prepare_model_inputs(micro_batch)
+    def _forward_without_loss(self, part: PartRows) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Make zero and the values of a part. Unlike `forward_step` this does not wait for the GPU.
+
+        Zero has a graph of the model's outputs if there is one, because FSDP2 reduces only gradients that exist.
+        """
+        inputs, arguments = self.prepare_model_inputs(part.micro_batch)
+        found: dict[str, Any] = {}
         with self._autocast():
             output = self.module(**inputs, use_cache=False)
+            if part.has_values:
+                values = self.prepare_model_outputs(output, arguments, part.micro_batch, None)
+                found = {"model_output": detach_tree(values), "loss": 1.0, "metrics": {}}
         self._leave_head(forward_only=not torch.is_grad_enabled())
         with_graph = [x for x in output.values() if isinstance(x, torch.Tensor) and x.requires_grad]
-        return torch.stack([x.flatten()[:0].float().sum() for x in with_graph]).sum() if with_graph else torch.zeros(())
+        zeros = [x.flatten()[:0].float().sum() for x in with_graph]
+        return torch.stack(zeros).sum() if zeros else torch.zeros(()), found
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """Make the autocast of veRL's forward."""

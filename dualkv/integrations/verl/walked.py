@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
@@ -246,13 +247,19 @@ def units(
             apart = np.zeros_like(some.packed_once.common)
             some = replace(some, packed_once=replace(some.packed_once, common=apart))
         micro_batch = tu.index_select_tensor_dict(data, one.sequences)
-        made.append(_unit(chosen, micro_batch, some, memory, count, device))
+        made.append(_unit(chosen, micro_batch, some, memory, count, device, one.walk))
         count += len(made[-1].parts)
     return made
 
 
 def _unit(
-    chosen: IntArray, micro_batch: TensorDict, rollouts: Rollouts, memory: Memory, count: int, device: Any
+    chosen: IntArray,
+    micro_batch: TensorDict,
+    rollouts: Rollouts,
+    memory: Memory,
+    count: int,
+    device: Any,
+    planned: Fitting | None,
 ) -> Unit:
     packed = verl_data.pack(micro_batch, rollouts)
     none = np.zeros(0, np.int64)
@@ -275,7 +282,7 @@ def _unit(
         of_passes = found.bytes if most is None else most.bytes
         return Unit(chosen, micro_batch, packed, parts, token_part, home, whole, of_passes, of_token)
 
-    found = fitting(batch, memory)
+    found = _of_batch(planned, batch) or fitting(batch, memory)
     if found is None:
         raise ValueError(f"a micro-batch of {batch.layout.num_tokens} rows does not fit into parts")
     unit = made(found)
@@ -288,6 +295,16 @@ def _unit(
     if len(unit.parts) > 1:
         logger.info("dualkv: rollouts %d to %d run in parts: %s", chosen.min(), chosen.max(), found)
     return unit
+
+
+def _of_batch(planned: Fitting | None, batch: PackedSequences) -> Fitting | None:
+    """Return planned parts as parts of a batch with the same layout, else None."""
+    if planned is None:
+        return None
+    own, other = batch.layout, planned.parts[0].batch.layout
+    if not (torch.equal(own.offsets, other.offsets) and torch.equal(own.parent, other.parent)):
+        return None
+    return planned._replace(parts=[replace(part, batch=batch) for part in planned.parts])
 
 
 @dataclass
@@ -414,10 +431,32 @@ class WalksBatches:
             def forward(ids: torch.Tensor, branch: Branch) -> torch.Tensor:
                 return self._forward_part(PartRows(of_ids(ids[0].cpu()), one), branch, None)[0]
 
-            with torch.no_grad() if forward_only else nullcontext():
-                self._row_costs[forward_only] = measure_sharded_rows(forward, ids, max(2, tokens // 2), self._keeping)
+            with self._measuring(), torch.no_grad() if forward_only else nullcontext():
+                found = measure_sharded_rows(forward, ids, max(2, tokens // 2), self._keeping)
+            self._row_costs[forward_only] = found._replace(pairs=self._pairs_a_row)
             logger.info("dualkv: %s", self._row_costs[forward_only])
         return self._row_costs[forward_only]
+
+    @contextmanager
+    def _measuring(self: Any) -> Iterator[None]:
+        """Keep parameters of FSDP2 gathered that would take more than the rows that are measured: the embedding and the
+        head, and all if `reshard_after_forward` is False."""
+        always = not self.engine_config.reshard_after_forward
+        sharded = [module for module in self.module.modules() if isinstance(module, FSDPModule)]
+        self._held = [module for module in sharded if always or isinstance(module, nn.Embedding | nn.Linear)]
+        for module in self._held:
+            module.set_reshard_after_backward(False, recurse=False)
+            if not always:
+                module.set_reshard_after_forward(False, recurse=False)
+        try:
+            yield
+        finally:
+            for module in self._held:
+                module.set_reshard_after_backward(True, recurse=False)
+                if not always:
+                    module.set_reshard_after_forward(True, recurse=False)
+                module.reshard()
+            self._held = []
 
     # ------------------------------------------------------------------ a batch
     def _walk(
@@ -489,7 +528,7 @@ class WalksBatches:
                     unit = of_batch.get(id(one.part.batch))
                     part = _rows_of(one, unit, one_rollout)
                     carried = Values() if unit is None or unit.whole else values[id(unit.batch)]
-                    loss = loss_function if len(part.members) else carried.carry(part.tokens)
+                    loss = loss_function if len(part.members) else carried.carry(part.tokens) if one.has_graph else None
                     output = self._run_pass(one, part, loss)
                 if unit is not None and len(part.members):
                     yield unit.rollouts[part.members].tolist(), output
