@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._dynamo.config
@@ -14,7 +15,6 @@ from dualkv.data.parts import TreePart
 from dualkv.data.trees import PackedSequences, plan_sequences
 from dualkv.integrations.megatron import PackedGroups, measure_rows, walk_passes
 from dualkv.models import CONFIGS
-from dualkv.row_costs import Peak
 from tools.bench.megatron import Run, hidden_states, logprobs, make_model
 from tools.bench.megatron_costs import Model
 
@@ -86,19 +86,10 @@ class MegatronRunner:
         weights = sum(parameter.numel() for parameter in self.model.decoder.layers[0].parameters())
         rows = min(1024, max(16, job.rows // 16))
         pairs = weights / (2 * config.num_attention_heads * config.kv_channels)
-        found = measure_rows(self.model, job.sequences[0].to(self.device), rows=rows, pairs=pairs)
-        # What the head takes of a row and beside, which `measure_rows` leaves out.
-        small, large = (self._bytes_of_head(count * self.sizes.chunk_size) for count in (2, 4))
-        of_row = max(0.0, (large - small) / (2 * self.sizes.chunk_size))
-        saved = tuple(x + of_row for x in found.saved or (found.graph, found.recomputed))
-        return found._replace(head=max(0.0, small - 2 * self.sizes.chunk_size * of_row), saved=saved)
 
-    def _bytes_of_head(self, rows: int) -> float:
-        weight = next(self.model.output_layer.parameters())
-        hidden = torch.zeros(rows, weight.shape[1], device=self.device, dtype=weight.dtype, requires_grad=True)
-        for _ in range(2):  # what the first call allocates is no cost of a pass
-            with Peak(self.device) as peak:
-                targets = torch.zeros(rows, dtype=torch.int64, device=self.device)
-                value = self.values("update", hidden, targets).sum()
-                torch.autograd.grad(value, [hidden, weight])
-        return float(peak.bytes)
+        def loss(hidden: torch.Tensor, one: Any) -> torch.Tensor:
+            mine = one.predictions
+            return self.values("update", hidden[mine.predict_rows, 0], mine.targets).sum()
+
+        with mock.patch.object(self.model, "post_process", False):  # the head is in `loss`
+            return measure_rows(self.model, job.sequences[0].to(self.device), loss, rows=rows, pairs=pairs)

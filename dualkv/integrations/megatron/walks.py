@@ -301,13 +301,22 @@ def _agreed(parts: Sequence[TreePart], refusal: ValueError | TypeError | None) -
     return all(keeps for *_, keeps in every)
 
 
-def measure_rows(model: nn.Module, input_ids: torch.Tensor, *, rows: int = 256, **options: Any) -> RowCosts:
+def measure_rows(
+    model: nn.Module,
+    input_ids: torch.Tensor,
+    loss: Callable[[torch.Tensor, MegatronPass], torch.Tensor] | None = None,
+    *,
+    rows: int = 256,
+    **options: Any,
+) -> RowCosts:
     """Measure what a row of a part takes on a rank, for a :class:`dualkv.Memory`; all ranks call it together, and get
-    the largest costs. The head is not measured: leave memory for it.
+    the largest costs.
 
     Args:
         model: as for :func:`walk_passes`.
         input_ids: tokens, any number of them.
+        loss: (the model's logits, pass) -> the loss of the pass: what the head takes is measured too. None: leave
+            memory for it.
         rows, options: as for :func:`dualkv.measure_rows`.
 
     Raises:
@@ -316,12 +325,26 @@ def measure_rows(model: nn.Module, input_ids: torch.Tensor, *, rows: int = 256, 
     found = decoder_model(model)
     refuse(model)
 
-    def forward(ids: torch.Tensor, branch: Branch) -> torch.Tensor:
-        packed = PackedPart(branch, multiple(found.config))
-        positions = packed.shard.position_ids[None]
-        with _running(found, branch, torch.zeros(1, dtype=torch.int64)):
-            out: torch.Tensor = model(packed.split(ids), positions, None, packed_seq_params=packed)
+    def run(one: MegatronPass, rows: torch.Tensor) -> torch.Tensor:
+        with _running(found, one.packed.shard.branch, rows):
+            out: torch.Tensor = model(one.input_ids, one.position_ids, None, packed_seq_params=one.packed)
         return out
+
+    def forward(_ids: torch.Tensor, branch: Branch) -> torch.Tensor:
+        """The hidden states of all rows. The head runs on one."""
+        hidden: list[torch.Tensor] = []
+        with Changes(found.decoder) as decoder:
+            decoder.behind(lambda _module, _args, out: hidden.append(out))
+            run(MegatronPass(Pass(branch, True, State(True)), found, None), torch.zeros(1, dtype=torch.int64))
+        return hidden.pop()
+
+    def of_hidden(hidden: torch.Tensor, part: TreePart) -> torch.Tensor:
+        """The loss of hidden states that the decoder has computed."""
+        assert loss is not None
+        one = MegatronPass(Pass(Branch(part), True, State(True)), found, None)
+        with Changes(found.decoder) as decoder:
+            decoder.replace("forward", lambda *_, **__: hidden)
+            return loss(run(one, one._head[0].rows), one)
 
     counts = [x for name, x in found.named_buffers() if name.endswith("local_tokens_per_expert")]
     before = [x.clone() for x in counts]
@@ -330,7 +353,8 @@ def measure_rows(model: nn.Module, input_ids: torch.Tensor, *, rows: int = 256, 
             for name in ("gradient_accumulation_fusion", "fuse_wgrad_accumulation"):
                 if name in vars(module):
                     changed.enter_context(Changes(module)).replace(name, False)
-        costs = dualkv.measure_rows(forward, input_ids, rows=rows, **options)
+        head = None if loss is None else of_hidden
+        costs = dualkv.measure_rows(forward, input_ids, head, rows=rows, **options)
     for x, y in zip(counts, before, strict=True):
         x.copy_(y)
     every: list[Any] = [None] * dist.get_world_size()

@@ -13,14 +13,16 @@ import dualkv
 import tests.ranks
 from dualkv.integrations.megatron import measure_rows, walk_passes
 from tests.integrations.megatron import cpu
-from tests.integrations.megatron.updates import COUNTED, EXPERTS, HYBRID, LATENT, RECURRENT
+from tests.integrations.megatron.updates import COUNTED, EXPERTS, HYBRID, LATENT, RECURRENT, VOCAB
 from tests.integrations.megatron.walks import (
     AGAIN,
     BIAS,
     FOUR,
+    NO_NORMS,
     ROWS,
     SCENARIOS,
     error,
+    loss_of,
     made,
     packed,
     separate,
@@ -60,6 +62,11 @@ def test_layers_that_keep_all_and_loss_of_whole_sequences() -> None:
     model, given = made(AGAIN | {"num_layers": 4}), tree(root=60)
     costs = measure_rows(model, given.batch.input_ids, rows=8)
     assert costs.recomputed < costs.graph
+    # The head makes logits in fp32 once or more, while the layers of a pass wait.
+    with_head = measure_rows(model, given.batch.input_ids, loss_of, rows=8)
+    assert with_head[:4] == pytest.approx(costs[:4], rel=0.1)  # rotary frequencies are cached since
+    for more, less in zip(with_head.saved, costs.saved, strict=True):
+        assert 4 * VOCAB < more - less < 32 * VOCAB
     ran = []
     for layer in model.decoder.layers:
         layer.register_forward_hook(lambda *_: ran.append(torch.is_grad_enabled()))
@@ -170,7 +177,7 @@ def test_ranks_with_unequal_trees(kind: str, name: str, ranks: list[dict[str, An
 
 
 def test_a_tensor_parallel_rank_keeps_its_share(ranks: list[dict[str, Any]]) -> None:
-    alone = measure_rows(made({}), tree().batch.input_ids, rows=8)
+    alone = measure_rows(made(NO_NORMS), tree().batch.input_ids, loss_of, rows=8)
     for one in ranks:
         assert one["costs"] == ranks[0]["costs"]
         assert one["costs"].kept == alone.kept / 2

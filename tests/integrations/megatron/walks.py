@@ -78,6 +78,12 @@ def logprobs(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return -tensor_parallel.vocab_parallel_cross_entropy(logits, targets)
 
 
+def loss_of(logits: torch.Tensor, one: Any) -> torch.Tensor:
+    """The sum of the log-probs of a pass."""
+    mine = one.predictions
+    return mine.gather(logprobs(logits[0, mine.predict_rows], mine.targets)).sum()
+
+
 def packed(model: Any, tree: Tree) -> Found:
     """One packed row."""
     cfg, batch = model.config, tree.batch
@@ -202,7 +208,8 @@ def main(number: int, folder: str) -> None:
             found[f"expert, {name}"] = experts(roots[number], len(roots[0]))
             found[f"data, {name}"] = data(roots, number)
         found["refused"] = refused(number)
-        found["costs"] = measure_rows(made({}, tp=2), tree().batch.input_ids, rows=8)
+        model = made(NO_NORMS | {"sequence_parallel": True}, tp=2)
+        found["costs"] = measure_rows(model, tree().batch.input_ids, loss_of, rows=8)
     torch.save(found, Path(folder) / f"{number}.pt")
 
 
