@@ -344,6 +344,7 @@ def _take_layout(
 def _mark(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Forward pre-hook of layers with n-grams (Qwen4-exp), whose token ids bring the layout along: checkpointing runs a
     layer again without the hooks of the layer."""
+    _hand_on(module, args, kwargs)
     if kwargs.get("dualkv") is None:
         return None
     ids = kwargs[NGRAMS].view_as(kwargs[NGRAMS])
@@ -353,7 +354,10 @@ def _mark(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 def _take_marked(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Forward pre-hook of the n-grams in such a layer."""
-    layout = getattr(args[1], patching.LAYOUT, None)
+    expected, layout = module.dualkv_layout, getattr(args[1], patching.LAYOUT, None)
+    patching.hand(module, None)
+    if expected is not layout and expected is not None:
+        raise ValueError(f"{type(module).__name__} got other token ids than its layer, which has a layout for them")
     return None if layout is None else (args, {**kwargs, "dualkv": layout})
 
 
@@ -513,13 +517,11 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True, fas
         recurrent.install(decoder)
         for name, mixer in recurrent.mixers(decoder):
             around = decoder.get_submodule(name.rpartition(".")[0])
-            if recurrent.lacks_arguments(mixer) and NGRAMS in layers.arguments(type(around)):
-                patching.of(around).before(_mark)
-                patching.of(mixer).before(_take_marked)
-            elif recurrent.lacks_arguments(mixer):
-                patching.of(around).before(_hand_on)
+            if recurrent.lacks_arguments(mixer):
+                marks = NGRAMS in layers.arguments(type(around))
+                patching.of(around).before(_mark if marks else _hand_on)
                 patching.of(mixer).replace(patching.LAYOUT, None)
-                patching.of(mixer).before(_take_layout)
+                patching.of(mixer).before(_take_marked if marks else _take_layout)
             patching.of(mixer).before(recurrent.enter)
     for config in _configs(model):
         patching.name_attention(config, _register(config._attn_implementation, deterministic))

@@ -193,6 +193,9 @@ def test_blocks_of_keys_and_ngrams_of_tokens() -> None:
         assert_close(f"hidden states of rows {path}", hidden[path], reference, 1e-5)
     for parameter, gradient in gradients(model).items():
         assert_close(parameter, gradient, expected_of[parameter], 5e-4)
+    model.layers[0].ple.register_forward_pre_hook(lambda _, args: (args[0], args[1].clone(), *args[2:]), prepend=True)
+    with pytest.raises(ValueError, match=r"^Qwen4ExpTextPLELayer got other token ids than its layer"):
+        model(input_ids=ids, dualkv=LAYOUT)
 
 
 @pytest.mark.parametrize("name", MODELS)
