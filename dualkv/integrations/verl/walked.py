@@ -246,10 +246,15 @@ def units(
         if one.way == "alone":
             apart = np.zeros_like(some.packed_once.common)
             some = replace(some, packed_once=replace(some.packed_once, common=apart))
-        micro_batch = tu.index_select_tensor_dict(data, one.sequences)
+        micro_batch = _selected(data, one.sequences)
         made.append(_unit(chosen, micro_batch, some, memory, count, device, one.walk))
         count += len(made[-1].parts)
     return made
+
+
+def _selected(data: TensorDict, rollouts: list[int]) -> TensorDict:
+    """Select rollouts of a batch, which is left as it is if they are all of it."""
+    return data if rollouts == list(range(len(data))) else tu.index_select_tensor_dict(data, rollouts)
 
 
 def _unit(
@@ -469,10 +474,7 @@ class WalksBatches:
     ) -> Iterator[tuple[list[int], dict[str, Any]]]:
         """Run the planned micro-batches, all of their parts one after another; rollouts, and veRL's outputs of them."""
         # Planned before the batch got the settings by which losses divide.
-        every = [
-            replace(unit, micro_batch=tu.index_select_tensor_dict(data, unit.rollouts.tolist()))
-            for unit in self._planned.units
-        ]
+        every = [replace(unit, micro_batch=_selected(data, unit.rollouts.tolist())) for unit in self._planned.units]
         self._walked_parts = sum(len(unit.parts) for unit in every if len(unit.parts) > 1)
         one = verl_data.on_device(tu.index_select_tensor_dict(data, [0]), get_device_id())
         apart = [unit for unit in every if not unit.whole]
