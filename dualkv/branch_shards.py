@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from dualkv.arrays import outside_inference_mode
 from dualkv.branches import Branch
 from dualkv.layout import Layout
 from dualkv.sequence_parallel import Shard
@@ -42,6 +43,11 @@ class BranchShard(Shard):
     @property
     def whole(self) -> Layout:
         return self.branch.whole
+
+    @cached_property
+    @outside_inference_mode
+    def order(self) -> torch.Tensor:
+        return torch.arange(self.layout.num_tokens, device=self.layout.device)  # without waiting for the device
 
     @property
     def position_ids(self) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dualkv.arrays import IntArray, outside_inference_mode, positive
+from dualkv.arrays import IntArray, outside_inference_mode, positive, to_device
 from dualkv.data.gain import PAIRS_A_BORDER
 from dualkv.data.memory import Memory
 from dualkv.data.trees import PackedSequences
@@ -105,7 +105,7 @@ class TreePart:
     @outside_inference_mode
     def input_ids(self) -> torch.Tensor:
         """[1, t] int64."""
-        return self.batch.input_ids[:, torch.from_numpy(self.rows).to(self.device)]
+        return self.batch.input_ids[:, to_device(torch.from_numpy(self.rows), self.device)]
 
     # ------------------------------------------------------------------ the tokens that its rows predict
     @cached_property
@@ -140,13 +140,13 @@ class TreePart:
     @outside_inference_mode
     def predict_rows(self) -> torch.Tensor:
         """[m] int64: the own row that predicts each trained token."""
-        return torch.from_numpy(self._predicting).to(self.device)
+        return to_device(torch.from_numpy(self._predicting), self.device)
 
     @cached_property
     @outside_inference_mode
     def targets(self) -> torch.Tensor:
         """[m] int64: the trained tokens."""
-        return self.batch.targets[torch.from_numpy(self._tokens).to(self.device)]
+        return self.batch.targets[to_device(torch.from_numpy(self._tokens), self.device)]
 
     @cached_property
     def _copies(self) -> tuple[IntArray, IntArray]:
@@ -163,12 +163,12 @@ class TreePart:
     def places(self) -> torch.Tensor:
         """[n] int64: where the values of :meth:`expand` stand in `torch.cat(batch.unpack(...))`; every place there
         belongs to one part."""
-        return torch.from_numpy(self._copies[0]).to(self.device)
+        return to_device(torch.from_numpy(self._copies[0]), self.device)
 
     def expand(self, values: torch.Tensor) -> torch.Tensor:
         """Values of the part's trained tokens for each rollout that trains on them, [m, ...] -> [n, ...];
         differentiable."""
-        return values[torch.from_numpy(self._copies[1]).to(values.device)]
+        return values[to_device(torch.from_numpy(self._copies[1]), values.device)]
 
 
 def plan_parts(batch: PackedSequences, budget: int | Memory, *, values_first: bool = False) -> list[TreePart]:
