@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from dualkv.branches import Again, Branch, checkpointed
 from dualkv.integrations import patching
-from dualkv.integrations.transformers import selected
+from dualkv.integrations.transformers import masks, selected
 from dualkv.layout import Layout
 from dualkv.ops.attention import checked
 from dualkv.ops.features import Features
@@ -37,18 +37,19 @@ from dualkv.sequence_parallel import Shard, check_heads
 LAYER_TYPES = "indexed_attention", "minimax_m3_sparse"  # entries of `config.layer_types`
 ARGUMENTS = "indices", "block_indices"  # of attention functions: what indexers return
 BUDGET, SETS = "token_budget", f"{patching.OURS}sets"  # of indexers that return masks: their limit, and our sets
+POOLS, MAKE_MASK = "index_kpool", "build_attention_mask_from_topk"  # of indexers whose layers make masks of indices
 
 
 def of_layer(module: nn.Module) -> Any:
     """The indexer of an attention layer, if the layer has one of a kind that is described above."""
     indexer = getattr(module, "indexer", None)
-    if not isinstance(indexer, nn.Module):
-        return None
-    keys, blocks, budget = (
-        isinstance(getattr(indexer, name, None), int) for name in ("index_topk", "topk_blocks", BUDGET)
+    if not isinstance(indexer, nn.Module) or not getattr(indexer, f"{POOLS}_always_select_tail", True):
+        return None  # without the last keys of a path a row may see none, for which masks see all, also later ones
+    keys, *others = (
+        isinstance(getattr(indexer, name, None), int) for name in ("index_topk", "topk_blocks", BUDGET, POOLS)
     )
     takes = inspect.signature(type(indexer).forward).parameters
-    return indexer if blocks or budget or (keys and "attention_mask" in takes and "position_ids" in takes) else None
+    return indexer if any(others) or (keys and "attention_mask" in takes and "position_ids" in takes) else None
 
 
 def longest_path(config: Any) -> int | None:
@@ -85,6 +86,23 @@ def install(module: nn.Module) -> None:
         patching.of(indexer).replace(patching.LAYOUT, None)
         patching.of(indexer).replace("forward", _Forward(indexer))
         patching.of(indexer).replace(SETS, None)
+    if hasattr(type(module), MAKE_MASK):  # layers without an indexer get the indices of the one before
+        patching.of(module).replace(MAKE_MASK, _MakeMask(module))
+        patching.of(module).replace(SETS, None)
+
+
+class _MakeMask:
+    """The method of a layer that makes a mask of indices: its own one, or a packed call's mask beside their sets."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+
+    def __call__(self, topk_indices: torch.Tensor, query_states: torch.Tensor, kv_length: int) -> torch.Tensor:
+        if (sets := getattr(topk_indices, SETS, None)) is None:
+            own: torch.Tensor = getattr(type(self.layer), MAKE_MASK)(self.layer, topk_indices, query_states, kv_length)
+            return own
+        patching.hand(self.layer, sets, SETS)
+        return masks.of_all_keys(query_states.device)
 
 
 def _hand_on(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -110,6 +128,10 @@ class _Forward:
         sets = given["hidden_states"].new_empty(0, 0, 0, dtype=torch.int32)
         if _is_longer(limit, dualkv):
             sets = _once(indexer, dict(given), dualkv)
+        if hasattr(indexer, POOLS):  # its layer makes a mask, and may hand indices to the next layer
+            indices = sets.new_zeros(1)
+            patching.hand(indices, sets[None], SETS)
+            return indices
         if budget is None:
             return sets[None]
         patching.hand(indexer, sets[None], SETS)  # its layer hands a mask on alone
@@ -117,12 +139,12 @@ class _Forward:
 
 
 def with_sets(module: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of an attention function in a packed call, with the sets of an indexer that returns masks."""
-    indexer = getattr(module, "indexer", None)
-    if (sets := getattr(indexer, SETS, None)) is None:
-        return arguments
-    patching.hand(indexer, None, SETS)
-    return arguments | {ARGUMENTS[0]: sets}
+    """The arguments of an attention function in a packed call, with the sets of a layer that hands it a mask alone."""
+    for holder in (module, getattr(module, "indexer", None)):
+        if (sets := getattr(holder, SETS, None)) is not None:
+            patching.hand(holder, None, SETS)
+            return arguments | {ARGUMENTS[0]: sets}
+    return arguments
 
 
 def given_sets(arguments: dict[str, Any]) -> torch.Tensor | None:
@@ -244,6 +266,7 @@ class _Selection:
 
     Attributes:
         segments: of the rows whose keys the call's rows see; these are `begin` to `end` among them.
+        of_pools: the indexer returns indices of pools of keys.
         of_budget: the indexer wants rotary factors of the keys' rows too, and returns a mask.
         noted: [rows of the segments, d] index keys, and these factors. Those of a chunk come behind those of its path.
         chunk: rows of the call that run now, and their path; None while keys of all are made.
@@ -259,6 +282,7 @@ class _Selection:
             self.begin = dualkv.rank * dualkv.num_tokens
         self.end = self.begin + dualkv.num_tokens
         self.of_budget = hasattr(indexer, BUDGET)
+        self.of_pools = hasattr(indexer, POOLS)
         self.noted: dict[str, torch.Tensor] = {}
         self.chunk: tuple[slice, list[tuple[int, int]]] | None = None
 
@@ -289,6 +313,13 @@ class _Selection:
         if self.of_budget and visible is not None:
             named["attention_mask"] = visible[None, None]
             named[ROTARY] = self._rotary(*named[ROTARY])
+        if self.of_pools:  # a mask of padding; the cache tells the length of the path
+            named["attention_mask"] = _cut(self.given["attention_mask"], rows)
+            if visible is not None:
+                n = visible.shape[1]
+                layers[self.indexer.layer_idx] = SimpleNamespace(
+                    keys=visible.new_empty(1, n, 0), get_seq_length=lambda: n
+                )
         return type(self.indexer).forward(self.indexer, **named)
 
     def _rotary(self, *of_rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -325,9 +356,12 @@ class _Selection:
         n = sum(end - begin for begin, end in path)
         positions = torch.arange(n, device=self.given["hidden_states"].device)
         visible = positions <= positions[n - (last - first) :, None]
-        if self.of_budget:
+        if self.of_budget or self.of_pools:
             with first_of_equals():
-                chosen = self._run(visible)[0] & visible
+                chosen = self._run(visible)[0]
+            if self.of_pools:  # -1 stands for no key
+                chosen = visible.new_zeros(len(visible), n + 1).scatter(-1, chosen.long() % (n + 1), True)[None, :, :n]
+            chosen = chosen & visible
         else:
             with _Topk() as top:
                 self._run(visible)

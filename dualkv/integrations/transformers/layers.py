@@ -33,6 +33,7 @@ UNSUPPORTED = {
 
 # Keyword arguments that a model passes to every layer and that do not change attention.
 NEUTRAL = {
+    "input_ids",
     "position_ids",
     "use_cache",
     "cache_position",

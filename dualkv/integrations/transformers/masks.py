@@ -98,6 +98,11 @@ def answer(
     return torch.empty(1, 1, 0, size, device=device)
 
 
+def of_all_keys(device: torch.device) -> torch.Tensor:
+    """The mask of a packed call in which a layer sees all keys, or those of its sets."""
+    return torch.empty(1, 1, 0, FULL, device=device)
+
+
 def is_answer(mask: Any) -> bool:
     """Whether a layer got the mask of a packed call."""
     return isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[:3] == (1, 1, 0)

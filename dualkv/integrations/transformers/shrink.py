@@ -132,7 +132,7 @@ def _shrunk(name: str, value: Any, sizes: Sizes) -> Any:
         most = 2 * sizes.threshold  # longer than some of the tree's segments and shorter than its paths
     elif name in ("index_topk", "indexer_budget"):
         return sizes.selected if _number(value) else None
-    elif name == "indexer_compress_ratio":  # keys that are selected together
+    elif name in ("indexer_compress_ratio", "index_kpool"):  # keys that are selected together
         most = 2
     elif name == "topk_group":
         most = 1

@@ -161,26 +161,11 @@ def test_packed_is_replicated(name: str, layout: dualkv.Layout, monkeypatch: pyt
     assert (dense - hidden).norm() > 1e-2 * hidden.norm(), "selection matters"
 
 
-def test_blocks_of_keys_and_ngrams_of_tokens() -> None:
-    """Qwen4-exp selects blocks of keys by masks of its own, and embeds the last tokens of each row, among them the end
-    of a text; layers run again in the backward."""
-    sizes = (
-        SIZES | EXPERTS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
-    )
-    nets = {f"linear_num_{name}_heads": 2 for name in ("key", "value")}
-    nets |= {f"linear_{name}_head_dim": 8 for name in ("key", "value")}
-    of_indexer = {"n_heads": 2, "kv_heads": 1, "head_dim": 8, "budget": 4, "compress_ratio": 2}
-    ngrams = {"ple_layer_ids": [1], "ple_embed_dim": 32, "ngram_vocab_size_base": 50, "eos_token_id": 5}
-    small = {"hc_count": 2, "hc_lowrank": 8, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
-    config = tf.Qwen4ExpTextConfig(
-        **sizes | nets | ngrams | small | {f"indexer_{name}": value for name, value in of_indexer.items()},
-        layer_types=["linear_attention", "indexed_attention"], attn_implementation="eager",
-    )  # fmt: skip
-    model = tf.AutoModel.from_config(config).train()
+def assert_packed_is_replicated(model: Any, ids: torch.Tensor) -> None:
+    """Hidden states and gradients of LAYOUT in fp32; layers run again in the backward."""
     with torch.no_grad():
-        selfcheck.randomize(model, seed=0)
-    ids, times = token_ids(LAYOUT), Counter(row for path, _ in paths(LAYOUT) for row in path)
-    ids[0, [2, 9, 14, 20]] = 5
+        selfcheck.randomize(model.train(), seed=0)
+    times = Counter(row for path, _ in paths(LAYOUT) for row in path)
     with indexers.first_of_equals():
         each = [model(input_ids=ids[:, path], use_cache=False)[0][0] for path, _ in paths(LAYOUT)]
     sum(weighted(LAYOUT, x, path, times) for x, (path, _) in zip(each, paths(LAYOUT), strict=True)).backward()
@@ -193,6 +178,41 @@ def test_blocks_of_keys_and_ngrams_of_tokens() -> None:
         assert_close(f"hidden states of rows {path}", hidden[path], reference, 1e-5)
     for parameter, gradient in gradients(model).items():
         assert_close(parameter, gradient, expected_of[parameter], 5e-4)
+
+
+def test_pools_of_keys_that_layers_share() -> None:
+    """GLM-5-next makes masks of indices, also of those of the layer before. Where its rows do not see the last keys of
+    their path, which fill no pool, the first row sees none."""
+    pools = {"index_kpool": 2, "index_topk": 4, "qk_rope_head_dim": 0, "indexer_types": ["full", "full", "shared"]}
+    nets = {"linear_num_heads": 2, "linear_head_dim": 8, "mlp_layer_types": ["dense"] * 3, "num_hidden_layers": 3}
+    config = tf.Glm5NextTextConfig(
+        **SIZES | LATENT | EXPERTS | INDEXER | pools | nets,
+        layer_types=["linear_attention", *["indexed_attention"] * 2], attn_implementation="eager",
+    )  # fmt: skip
+    assert_packed_is_replicated(tf.AutoModel.from_config(config), token_ids(LAYOUT))
+    config.index_kpool_always_select_tail = False
+    with pytest.raises(ValueError, match=r"^layer 1 of Glm5NextTextModel is indexed_attention"):
+        enable(tf.AutoModel.from_config(config))
+
+
+def test_blocks_of_keys_and_ngrams_of_tokens() -> None:
+    """Qwen4-exp selects blocks of keys by masks of its own, and embeds the last tokens of each row, among them the end
+    of a text."""
+    sizes = (
+        SIZES | EXPERTS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+    )
+    nets = {f"linear_num_{name}_heads": 2 for name in ("key", "value")}
+    nets |= {f"linear_{name}_head_dim": 8 for name in ("key", "value")}
+    of_indexer = {"n_heads": 2, "kv_heads": 1, "head_dim": 8, "budget": 4, "compress_ratio": 2}
+    ngrams = {"ple_layer_ids": [1], "ple_embed_dim": 32, "ngram_vocab_size_base": 50, "eos_token_id": 5}
+    small = {"hc_count": 2, "hc_lowrank": 8, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+    config = tf.Qwen4ExpTextConfig(
+        **sizes | nets | ngrams | small | {f"indexer_{name}": value for name, value in of_indexer.items()},
+        layer_types=["linear_attention", "indexed_attention"], attn_implementation="eager",
+    )  # fmt: skip
+    model, ids = tf.AutoModel.from_config(config), token_ids(LAYOUT)
+    ids[0, [2, 9, 14, 20]] = 5
+    assert_packed_is_replicated(model, ids)
     model.layers[0].ple.register_forward_pre_hook(lambda _, args: (args[0], args[1].clone(), *args[2:]), prepend=True)
     with pytest.raises(ValueError, match=r"^Qwen4ExpTextPLELayer got other token ids than its layer"):
         model(input_ids=ids, dualkv=LAYOUT)

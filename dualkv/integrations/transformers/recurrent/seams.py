@@ -53,6 +53,7 @@ MIXERS: dict[str, tuple[str, ...]] = {
     "LaraMiniGatedDeltaNet": (CONV, DELTA),
     "KimiLinearDeltaAttention": (CONV, KDA),
     "BailingHybridDeltaAttention": (CONV, KDA),
+    "Glm5NextTextLinearAttention": (CONV, KDA),
     "NemotronHMamba2Mixer": (CONV, MAMBA2, FUSED),
     "FalconH1Mixer": (CONV, MAMBA2, FUSED),
     "BambaMixer": (CONV, MAMBA2, FUSED),
