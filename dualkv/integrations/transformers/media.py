@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from dualkv.arrays import IntArray
-from dualkv.data.media import AUDIO, BESIDE, OF_TOKENS, PLACES, SEGMENTS, check_seconds, sampled
+from dualkv.data.media import AUDIO, BESIDE, OF_TOKENS, PLACES, SECONDS, SEGMENTS, check_seconds, sampled
 from dualkv.integrations.transformers import towers
 from dualkv.integrations.transformers.ahead import Ahead, attention
 from dualkv.integrations.transformers.towers import Images
@@ -260,11 +260,13 @@ def place(module: Any, named: dict[str, Any], layout: Any) -> Placed | None:
                 f"{other} came together with dualkv: {name} runs packed with {', '.join(how.inputs)} and text"
             )
     kinds = named.pop(how.ahead, None) if how.ahead else named.get(KINDS)
+    shard = layout if isinstance(layout, Shard) else None
+    if shard is not None and shard.world_size > 1:
+        _check_ranks(named, names, shard)
     if not [name for name in names if name != KINDS] and not (isinstance(kinds, torch.Tensor) and kinds.any()):
         return None
     names = names or [how.ahead or KINDS]
     packed = packed_rows(layout)
-    shard = layout if isinstance(layout, Shard) else None
     if packed.has_positions or (packed.rows is not None and shard is None):
         raise ValueError(
             f"{names[0]} came together with a {type(layout).__name__}: images do not run in walks, where each call"
@@ -277,7 +279,7 @@ def place(module: Any, named: dict[str, Any], layout: Any) -> Placed | None:
     if ids.shape != (1, count):
         raise ValueError(f"input_ids has shape {tuple(ids.shape)}, expected [1, T] = {(1, count)}")
     of_all = named if how.ahead is None else named | {how.ahead: kinds}
-    of_all = of_all if shard is None else _of_all_ranks(of_all, names, shard)
+    of_all = of_all if shard is None else _of_all_ranks(of_all, shard)
     layout = packed.whole
     positions = layout.position_ids[None]
     if how.grid:
@@ -308,27 +310,29 @@ def ask(module: Any, named: dict[str, Any], layout: Layout, shard: Shard | None)
     towers.ask(module, _images(module, how, named, layout, shard, segments))
 
 
-def _of_all_ranks(named: dict[str, Any], names: list[str], shard: Shard) -> dict[str, Any]:
-    """The inputs of a call with the token ids of all ranks, and with values of tokens for rows that pad the layout.
+def _check_ranks(named: dict[str, Any], names: list[str], shard: Shard) -> None:
+    """Raises ValueError on all ranks, if they have other images. Every call compares, also one without images, for
+    which a rank that has some would wait."""
+    seen = {name: torch.as_tensor(named[name]) for name in (*names, *SECONDS) if named.get(name) is not None}
+    seen = {name: value for name, value in seen.items() if name not in OF_TOKENS}
+    digest = hashlib.blake2b(sampled(seen), digest_size=7)
+    tokens = named["input_ids"] if named.get("input_ids") is not None else named["inputs_embeds"]
+    mark = torch.tensor([int.from_bytes(digest.digest(), "big")], device=tokens.device)
+    if (shard.join(mark) != mark).any():
+        raise ValueError(
+            f"{', '.join(seen) or 'images'} differ between the {shard.world_size} ranks that share the rows, expected"
+            " those of all images on every rank"
+        )
 
-    Raises:
-        ValueError: on all ranks, if they have other images.
-    """
+
+def _of_all_ranks(named: dict[str, Any], shard: Shard) -> dict[str, Any]:
+    """The inputs of a call with the token ids of all ranks, and with values of tokens for rows that pad the layout."""
     found = dict(named)
     for name in OF_TOKENS:
         values = found.get(name)
         if isinstance(values, torch.Tensor) and values.dim() == 2 and shard.pads(values.shape[1]):
             found[name] = pad(values, (0, shard.layout.num_tokens - values.shape[1]))
-    names = [name for name in names if name not in OF_TOKENS]
-    digest = hashlib.blake2b(sampled({name: named[name] for name in names}), digest_size=7)
-    mark = torch.tensor([int.from_bytes(digest.digest(), "big")], device=named["input_ids"].device)
-    parts = shard.join(torch.cat([named["input_ids"][0], mark])).view(shard.world_size, -1)
-    if (parts[:, -1] != mark).any():
-        raise ValueError(
-            f"{', '.join(names)} differ between the {shard.world_size} ranks that share the rows, expected those of all"
-            " images on every rank"
-        )
-    found["input_ids"] = parts[:, :-1].flatten()[shard.places.to(parts.device)][None]
+    found["input_ids"] = shard.join(named["input_ids"][0])[shard.places.to(named["input_ids"].device)][None]
     return found
 
 

@@ -112,28 +112,36 @@ class Features:
     """The function of a model that runs its tower, in the place of the model's own.
 
     Attributes:
+        instead: a function that somebody had put there before; None without any.
         asked: the images of the next call; None for a call that goes through.
     """
 
     def __init__(self, module: nn.Module, method: str) -> None:
         self.module, self.method = module, method
+        self.instead: Callable[..., Any] | None = vars(module).get(method)
         self.asked: Images | None = None
+
+    @property
+    def own(self) -> Callable[..., Any]:
+        """The function that the model calls when it is not enabled."""
+        # No bound method: behind a graph break dynamo looks it up in the module, where this object is.
+        return self.instead or partial(getattr(type(self.module), self.method), self.module)
 
     @property
     def __signature__(self) -> inspect.Signature:
         """The signature of the model's own function, by which `generate` finds its inputs."""
-        return inspect.signature(getattr(type(self.module), self.method).__get__(self.module))
+        return inspect.signature(self.own)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         asked, self.asked = self.asked, None
-        own = getattr(type(self.module), self.method)
+        own = self.own
         if asked is None:
-            return own(self.module, *args, **kwargs)
+            return own(*args, **kwargs)
         if asked.shard is not None and asked.shard.world_size > 1:
-            names = [*inspect.signature(own).parameters][1:]
+            names = [*inspect.signature(getattr(type(self.module), self.method)).parameters][1:]
             given = dict(zip(names, args, strict=False)) | kwargs
-            return _shared(asked, asked.shard, partial(own, self.module), names[0], given)
-        output = own(self.module, *args, **kwargs)
+            return _shared(asked, asked.shard, own, names[0], given)
+        output = own(*args, **kwargs)
         asked.check(_counts(output.pooler_output) if asked.counts is None else asked.counts)
         return output
 

@@ -14,7 +14,7 @@ import dualkv
 
 tf = pytest.importorskip("transformers")
 
-from dualkv.integrations.transformers import enable  # noqa: E402
+from dualkv.integrations.transformers import disable, enable  # noqa: E402
 from dualkv.sequence_parallel import Shard  # noqa: E402
 from tests.integrations.tiny import SIZES, assert_close, gradients  # noqa: E402
 
@@ -360,6 +360,20 @@ def test_generation_behind_images(family: str) -> None:
 
 
 # ---------------------------------------------------------------- packing
+def test_a_function_in_the_place_of_the_tower_still_runs() -> None:
+    model, batch = make("LlavaNext"), dualkv.pack(*rollouts("LlavaNext", ONE)[:2], media=rollouts("LlavaNext", ONE)[2])
+    own, ran = model.model.get_image_features, []
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        ran.append(kwargs)
+        return own(*args, **kwargs)
+
+    model.model.get_image_features = replaced
+    enable(model, check=False).model(input_ids=batch.input_ids, dualkv=batch.layout, **batch.media)
+    assert len(ran) == 1
+    assert disable(model).model.get_image_features is replaced
+
+
 def test_equal_prompts_have_equal_images() -> None:
     """One group for copies of an image, two for two images behind the same ids; a padded batch finds the same."""
     draw = torch.Generator().manual_seed(2)
