@@ -11,7 +11,8 @@
   FlashAttention-4 where that package is what is installed;
 - packed: `dualkv.integrations.trl.GRPOTrainer`;
 - split: the same in micro-batches of `--micro-batch` responses, each with the prompt;
-- walked: the same with `walk=True`, in at most 1.1 times the memory of "split", which runs before it.
+- walked: the same with `walk=True`, planned for 1.1 times the memory of "split", which runs before it, or for as many
+  times as "walked:1.3" says.
 
 Prompts, responses and weights are random; responses have between half (or `--shortest`) and all of the given length.
 `--trace` takes the sequences of a trace of `dualkv trees` instead, a prompt ending where the policy first writes, with
@@ -55,7 +56,6 @@ from tools.bench.record import JsonPath, Record
 from tools.bench.repeats import wait
 
 WAYS = ("padded", "tree", "packed", "split", "walked")
-LIMIT = 1.1  # of the memory of "split"
 # Forward and backward: returns loss, log-probs of response tokens, rows of the model.
 Step = Callable[[], tuple[torch.Tensor, torch.Tensor, int]]
 
@@ -271,11 +271,10 @@ def make_step(
     seconds: dict[str, float] = {}
     if way == "tree":
         step = of_tree(model, rollouts, seconds)
-    elif way == "walked":
+    elif way.startswith("walked"):
         weights = sum(p.nbytes for p in model.parameters())
-        step = of_trainer(
-            partial(GRPOTrainer, walk=True), model, s, rollouts, None, LIMIT * (weights + split_bytes) - 2 * weights
-        )
+        free = float(way.partition(":")[2] or 1.1) * (weights + split_bytes) - 2 * weights
+        step = of_trainer(partial(GRPOTrainer, walk=True), model, s, rollouts, None, free)
     else:
         cls = trl.GRPOTrainer if way == "padded" else GRPOTrainer
         step = of_trainer(cls, model, s, rollouts, s.micro_batch if way == "split" else None)
@@ -368,11 +367,12 @@ def main(
     if dtype not in DTYPES:
         raise typer.BadParameter(f"{dtype!r} is none of {', '.join(DTYPES)}")
     ways = list(WAYS[:3]) if ways is None else ways
-    if not set(ways) <= set(WAYS):
+    kinds = ["walked" if way.startswith("walked:") else way for way in ways]
+    if not set(kinds) <= set(WAYS):
         raise typer.BadParameter(f"--way is {', '.join(ways)}, expected some of {', '.join(WAYS)}")
     if "split" in ways and micro_batch is None:
         raise typer.BadParameter("--way split is given without --micro-batch")
-    if "walked" in ways and "split" not in ways[: ways.index("walked")]:
+    if "walked" in kinds and "split" not in kinds[: kinds.index("walked")]:
         raise typer.BadParameter("--way walked is given without --way split before it, whose memory is its limit")
     names = list(dict.fromkeys([*(distance or []), *(trace or [])]))
     if unknown := [name for name in names if traces.parse(name) is None]:

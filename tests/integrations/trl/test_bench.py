@@ -132,7 +132,7 @@ def test_ways_of_a_group_larger_than_a_micro_batch_compute_the_same(
 
     monkeypatch.setattr(bench_trl, "of_trainer", of_trainer)
     shape = {"responses": 4, "prompt_len": 24, "response_len": 8, "shortest": 8, "micro_batch": 2, "steps": 1}
-    ways = ["padded", "split", "walked"]
+    ways = ["padded", "split", "walked:1.3"]
     bench_trl.main(tmp_path / "trl.json", model="tiny", dtype="float32", ways=ways, **shape)
     found = filed.read(tmp_path / "trl.json")["ways"]
     assert [found[way]["rows"] for way in ways] == [4 * 32, 2 * (23 + 2 * 9), 23 + 4 * 9]
