@@ -123,7 +123,11 @@ def measure_sharded_rows(
     widest = max(long.widths.values(), default=0)
     path, kept = max(widest, (long.peak - short.peak) / (LONG * below)), long.kept / (2 * LONG * below)
     heads, others = _heads(long.widths if torch.is_grad_enabled() else {})  # a forward computes all at once
-    return RowCosts(kept, path, max(graph, recomputed), recomputed, kv_heads=heads, other_heads=others)
+    found = RowCosts(kept, path, max(graph, recomputed), recomputed, kv_heads=heads, other_heads=others)
+    # The path's share of the peak in attention, some of whose heads run after others: the rest is of own rows.
+    share = found.of_path((2 * LONG + 1) * below) * 2 * LONG / (2 * LONG + 1)
+    beside = min(recomputed, max(0.0, long.peak - share) / below)
+    return found._replace(beside_path=(found.graph - (recomputed - beside), beside))
 
 
 def _heads(widths: dict[int, int]) -> tuple[int, tuple[tuple[int, float], ...]]:
