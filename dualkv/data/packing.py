@@ -74,7 +74,7 @@ class PackedBatch:
     _places: IntArray | None = None  # [N] of [M], each response's place among the packed ones; None: in packed order
 
     def __post_init__(self) -> None:
-        remember_layout(self.input_ids, self.layout)
+        remember_layout(self.input_ids, self.layout, self.media)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Copies and pickles do not run __post_init__."""

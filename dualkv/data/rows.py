@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -14,7 +15,7 @@ from dualkv.layout import Layout
 
 Form = Literal["list", "padded", "nested"]
 
-_LAYOUTS = WeakTensorKeyDictionary()
+_LAYOUTS, _MEDIA = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
 
 
 def _check_tensor(values: object) -> None:
@@ -22,9 +23,11 @@ def _check_tensor(values: object) -> None:
         raise TypeError(f"values must be a tensor, got a {type(values).__name__}")
 
 
-def remember_layout(input_ids: torch.Tensor, layout: Layout) -> None:
-    """Notes the layout of a batch's `input_ids`, for models that get them without it."""
+def remember_layout(input_ids: torch.Tensor, layout: Layout, media: Mapping[str, Any]) -> None:
+    """Notes the layout of a batch's `input_ids` and its images, for models that get them without these."""
     _LAYOUTS[input_ids] = layout
+    if media:
+        _MEDIA[input_ids] = media
 
 
 def forgotten_layout(input_ids: Any) -> Layout | None:
@@ -32,6 +35,13 @@ def forgotten_layout(input_ids: Any) -> Layout | None:
     unless :meth:`Layout.mark_used` has said that attention runs elsewhere."""
     found: Layout | None = _LAYOUTS.get(input_ids) if isinstance(input_ids, torch.Tensor) else None
     return None if found is None or found._segments.use.elsewhere or _is_one_sequence(found) else found
+
+
+def media_of(input_ids: Any) -> Mapping[str, Any]:
+    """The media of a packed batch's `input_ids`; empty without any, and in compiled functions."""
+    if torch.compiler.is_compiling() or not isinstance(input_ids, torch.Tensor):
+        return {}
+    return _MEDIA.get(input_ids, {})
 
 
 def _is_one_sequence(layout: Layout) -> bool:

@@ -102,7 +102,7 @@ class PackedSequences:
         return cls(batch.input_ids, batch.layout, of_rows, lens, mask, batch.label_style, media=batch.media)
 
     def __post_init__(self) -> None:
-        remember_layout(self.input_ids, self.layout)
+        remember_layout(self.input_ids, self.layout, self.media)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Copies and pickles do not run __post_init__."""

@@ -293,9 +293,9 @@ def _with_images(module: PreTrainedModel, named: dict[str, Any]) -> dict[str, An
     with_media = media.given(named) or named.get(media.BLOCKS) is not None
     if with_media and torch.compiler.is_compiling():
         raise ValueError(f"images came to a compiled {type(module).__name__} {media.UNPLACED}")
-    # Ranks that share the rows may have images.
-    asks = with_media or (isinstance(layout, Shard) and not layout.is_part and not torch.compiler.is_compiling())
-    found = media.place(module, named, layout) if asks else None
+    media.refuse_forgotten(module, named)
+    over_ranks = isinstance(layout, Shard) and not layout.is_part and not torch.compiler.is_compiling()
+    found = media.place(module, named, layout) if with_media or over_ranks else None
     if not media.takes_blocks(module):  # some tokenizers return it, and these models ignore it
         named = {name: value for name, value in named.items() if name != media.BLOCKS}
     placed = layout if found is None else found

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from dualkv.arrays import IntArray
 from dualkv.data.media import AUDIO, BESIDE, OF_TOKENS, PLACES, SECONDS, SEGMENTS, check_seconds, sampled
+from dualkv.data.rows import media_of
 from dualkv.integrations.transformers import towers
 from dualkv.integrations.transformers.ahead import Ahead, attention
 from dualkv.integrations.transformers.towers import Images
@@ -213,6 +214,16 @@ def refuse(module: nn.Module, named: dict[str, Any]) -> None:
         raise ValueError(
             f"{name} came together with dualkv: {type(module).__name__} is not known to run packed with anything but"
             " text; run such a batch without a layout"
+        )
+
+
+def refuse_forgotten(module: nn.Module, named: dict[str, Any]) -> None:
+    """Raises ValueError for the token ids of a packed batch without its images, whose placeholders would be text."""
+    lacking = [name for name in SEGMENTS if name in media_of(named.get("input_ids")) and named.get(name) is None]
+    if lacking:
+        raise ValueError(
+            f"{type(module).__name__} got the packed input_ids of a batch with {', '.join(lacking)} without them: pass"
+            " **batch.media"
         )
 
 

@@ -179,3 +179,10 @@ def test_neighbouring_images_of_two_segments_are_refused() -> None:
     text = torch.randint(3, 80, (1, 12))
     with pytest.raises(ValueError, match="pixel_values has 1 images, input_ids 0 of their placeholders"):
         model(input_ids=text, token_type_ids=0 * marks, pixel_values=torch.zeros(1, 3, 8, 8), dualkv=layout)
+
+
+def test_forgotten_images_are_refused() -> None:
+    prompts, responses, media = rollouts("LlavaNext", ONE)
+    batch = dualkv.pack(prompts, responses, media=media)
+    with pytest.raises(ValueError, match=r"LlavaNextModel got the packed input_ids of a batch with pixel_values witho"):
+        enable(make("LlavaNext"), check=False)(input_ids=batch.input_ids, dualkv=batch.layout)
