@@ -379,17 +379,17 @@ def _rows_of_images(
     """The input that says how many rows each image has, and these numbers; None where only the tower says it."""
     if patches == AUDIO:
         return _rows_of_audio(module, named)
+    needed = grid if how.grid else PLACES[patches] if how.windows else None
+    if needed is not None and named.get(needed) is None:
+        raise ValueError(f"{patches} came without {needed}, expected it for each image")
     if how.grid:
-        if named.get(grid) is None:
-            raise ValueError(f"{patches} came without {grid}, expected the grid of each image")
         return grid, named[grid].prod(1).cpu() // module.config.vision_config.spatial_merge_size**2
-    if how.windows and named.get(PLACES[patches]) is not None:
-        name = PLACES[patches]
-        counts = (named[name] != -1).all(-1).sum(-1).cpu() // module.config.vision_config.pooling_kernel_size**2
+    if needed is not None:
+        counts = (named[needed] != -1).all(-1).sum(-1).cpu() // module.config.vision_config.pooling_kernel_size**2
         frames = named.get("num_frames_per_video") if "video" in patches else None
         if frames is not None:
             counts = torch.stack([of_video.sum() for of_video in counts.split(torch.as_tensor(frames).tolist())])
-        return name, counts
+        return needed, counts
     if not how.alike:
         return patches, None
     images = named[patches]

@@ -48,7 +48,7 @@ def without_tower(family: str, tower: str) -> tuple[Any, dict[str, Any]]:
         ({"mm_token_type_ids": torch.zeros(1, 2)}, r"mm_token_type_ids has shape \(1, 2\), expected \(1, \d+\)"),
         ({"image_grid_thw": None}, "mm_token_type_ids marks 13 rows with 1, and no image_grid_thw came"),
         ({"image_grid_thw": None, "mm_token_type_ids": torch.zeros(1, 45), "input_ids": torch.full((1, 45), 5)},
-         "pixel_values came without image_grid_thw, expected the grid of each image"),
+         "pixel_values came without image_grid_thw, expected it for each image"),
         ({"image_grid_thw": torch.tensor([[1, 4, 6], [1, 2, 2]])}, "pixel_values has 52 patches, image_grid_thw count"),
         ({"image_grid_thw": torch.tensor([[1, 4, 6], [1, 2, 2], [1, 6, 4], [1, 2, 2]]),
           "pixel_values": torch.zeros(56, 24)}, "videos or audio of 14 rows in all, input_ids has 13 of"),
@@ -159,6 +159,7 @@ def test_models_and_parts_that_run_text_alone() -> None:
     ("change", "message"),
     [
         ({"image_position_ids": torch.full((3, 32, 2), -1)}, "image_position_ids describes 3 images, "),
+        ({"image_position_ids": None}, "pixel_values came without image_position_ids, expected it for each image"),
         ({"mm_token_type_ids": torch.zeros(1, 3)}, r"mm_token_type_ids has shape \(1, 3\), expected \(1, \d+\)"),
         ({"input_features": torch.zeros(1)}, "input_features came together with dualkv: Gemma4Model runs packed"),
     ],
