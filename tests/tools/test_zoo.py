@@ -136,7 +136,7 @@ def test_a_type_that_was_exact_must_stay_so(monkeypatch: pytest.MonkeyPatch) -> 
     for outcome, code in ((zoo.EXACT, 0), (zoo.REFUSED, 1), (zoo.NOT_BUILT, 1)):
         found = {"outcome": outcome, "reason": "none"}
         monkeypatch.setattr(zoo, "run", lambda kinds, _, found=found: ((kind, found) for kind in kinds))
-        said = CliRunner().invoke(app, ["llama", "bert"])
+        said = CliRunner().invoke(app, ["llama", "idefics"])
         assert said.exit_code == code
         assert ("not here: llama\n" in said.output) == bool(code)
 
