@@ -69,8 +69,8 @@ def test_scores(name: str, results: Results) -> None:
             continue
         got, expected = of_all_ranks(found, what), of_all_ranks(stock, what)
         assert got.shape == expected.shape
-        # Behind prompts of 300 tokens log-probs down to -11 are, by processor, up to 1.2e-5 apart: in one case these were
-        # 6.2e-6 and veRL's own 5.7e-6 from those of the same weights in fp64.
+        # Behind prompts of 300 tokens log-probs down to -11 are, by processor, up to 1.2e-5 apart: in one case
+        # these were 6.2e-6 and veRL's own 5.7e-6 from those of the same weights in fp64.
         assert (got - expected).abs().max() < (2e-5 if "walk" in name else 1e-5)
 
 
