@@ -359,3 +359,14 @@ def test_a_layer_that_the_second_pass_leaves_out():
 
     with pytest.raises(ValueError, match="second pass of a trunk left out a layer"):
         walked(lambda hidden, part: hidden.sum(), forward)
+
+
+def test_a_zero_loss_of_infinite_values_has_zeros_for_gradients():
+    """0 times infinity would be NaN, in the gradients of all ranks."""
+    batch = of_layout(Layout.from_lengths([4], [[2]]))
+    hidden = torch.full((1, 6, 3), torch.inf, requires_grad=True)
+    one = next(iter(dualkv.walk_passes(batch, 8)))
+    loss = one.zero_loss(hidden)
+    loss.backward()
+    assert loss == 0
+    assert torch.equal(hidden.grad, torch.zeros_like(hidden))

@@ -193,7 +193,7 @@ class MegatronPass:
         if len(outputs) != 1:
             raise ValueError(f"the model ran {len(outputs)} times in a pass, expected once, with one.packed")
         if loss is None and self.has_graph:
-            loss = (outputs[0] * 0).sum()
+            loss = outputs[0].flatten()[:0].sum()  # 0 times an infinite logit is NaN
         elif loss is not None:
             check_loss(loss, self.has_graph)
             ranks = 1 if config.calculate_per_token_loss else self.packed.shard.world_size
