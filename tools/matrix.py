@@ -29,6 +29,7 @@ import typer
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 import dualkv
 from dualkv import PackedSequences
@@ -210,7 +211,7 @@ def with_lora(model: Any) -> Any:
     targets = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module in inside and not name.endswith(refused)
+        if isinstance(module, nn.Linear | Conv1D) and module in inside and not name.endswith(refused)
     ]
     model = get_peft_model(model, LoraConfig(r=4, target_modules=targets))
     draw = torch.Generator().manual_seed(zoo.SEED)
