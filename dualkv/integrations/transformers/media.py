@@ -35,8 +35,8 @@ from dualkv.sequence_parallel import Shard
 
 # Names that processors and models use for inputs other than text.
 MEDIA = re.compile(
-    r"pixel|image|video|audio|visual|vision|speech|grid_thw|second_per_grid|input_features|feature_attention_mask|mm_token_type_ids|deepstack"
-    r"|mm_encoder|cross_attention_states"
+    r"pixel|image|video|audio|visual|vision|speech|grid_thw|second_per_grid|input_features|feature_attention_mask"
+    r"|mm_token_type_ids|deepstack|mm_encoder|cross_attention_states"
 )
 KINDS, BLOCKS = "mm_token_type_ids", "token_type_ids"
 FRAMES = "feature_attention_mask"  # [audios, frames] of audio
