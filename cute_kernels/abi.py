@@ -54,9 +54,9 @@ class PathFields:
     LIMIT = 6  # its limit
     NUM_FIELDS = 7
 
-    # With a window or chunks, behind them for each *part* of the tile, its equal runs of rows one after the other (a
-    # warp group of a CTA takes a part): the blocks [BEGIN, END) and [REST, BLOCKS) that its rows see, perhaps with
-    # others between them. A part without rows has none.
+    # Behind them for each *part* of the tile, its equal runs of rows one after the other (a warp group of a CTA takes a
+    # part): the blocks [BEGIN, END) and [REST, BLOCKS) that its rows see, perhaps with others between them. A part
+    # without rows has none.
     BEGIN = 0
     END = 1
     REST = 2
@@ -121,6 +121,9 @@ class BlockFields:
 
 # ---------------------------------------------------------------- the forward's tiles
 WG_ROWS = 64  # query rows of a warp group, which are rows of a product
+RECOMPUTE_MARKS = (
+    2016  # items that a cluster can mark for the recompute pass; items beyond share marks with its first ones
+)
 
 
 def warp_group_tokens(packed_heads: int) -> int:

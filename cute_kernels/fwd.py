@@ -175,16 +175,14 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
     @cute.jit
     def walk_blocks(self, g: Global, part: Part, state: State, walk: Walk, blocks: Stretch, it: Int32) -> Int32:
         """All blocks of a tile, the first one being use `it`; returns the use after the last one."""
-        if const_expr(self.walks):
-            done, begin, end = blocks.begin, walk.begin, walk.end
-            for _ in cutlass.range(2, unroll=1):
-                for _ in cutlass.range(done, begin, 1, unroll=1):
-                    it = self.skip_block(state.pipes, it)
-                if begin < end:
-                    it = self.stretch(g, part, state, blocks._replace(begin=begin, end=end), done > 0, it)
-                done, begin, end = end, walk.rest, blocks.end
-            return it
-        return self.stretch(g, part, state, blocks, Boolean(False), it)
+        done, begin, end = blocks.begin, walk.begin, walk.end
+        for _ in cutlass.range(2, unroll=1):
+            for _ in cutlass.range(done, begin, 1, unroll=1):
+                it = self.skip_block(state.pipes, it)
+            if begin < end:
+                it = self.stretch(g, part, state, blocks._replace(begin=begin, end=end), done > 0, it)
+            done, begin, end = end, walk.rest, blocks.end
+        return it
 
     def skip_block(self, pipes: Pipelines, it: Int32) -> Int32:
         """Skip a block that no row of the warp group sees; returns the next use."""
@@ -209,7 +207,8 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
             self.compiler_fence(K, K.next(it))
         for i in cutlass.range(begin + 1, cutlass.min(blocks.masked, end), 1, unroll=1):
             mask = tile.mask(i)
-            it = self.masked_block(state, mask, mask.key_row + self.tile_n > blocks.own, i + 1 < end, it)
+            takes_max = cutlass.min(mask.key_row + self.tile_n, mask.limit) > blocks.own
+            it = self.masked_block(state, mask, takes_max, i + 1 < end, it)
             self.clear_hidden(state, mask, it)
             self.contain(g, part, state, mask, (blocks.own < 0) & (i < tile.masked), it)
         for i in cutlass.range(cutlass.max(blocks.masked, begin + 1), end, 1, unroll=1):

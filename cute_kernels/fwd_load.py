@@ -114,12 +114,10 @@ class ForwardLoads(ForwardFrame):
 
     @cute.jit
     def walk(self, g: Global, tile: AnyTile, first: Int32, last: Int32) -> Walk:
-        """The blocks of a tile that a warp group walks, whose rows these are; a warp group without rows walks the
-        blocks of the last row."""
-        first = cutlass.min(first, last)
+        """The blocks of a tile that a warp group walks, whose rows these are; none if it has no rows."""
         first_begin, last_begin = tile.own_begin, tile.own_begin
         if tile.straddles:
-            first_begin, last_begin = g.bounds[first], g.bounds[last]
+            first_begin, last_begin = g.bounds[cutlass.min(first, last)], g.bounds[last]
         return fwd_walk.walk(tile, first, last, first_begin, last_begin)
 
     def load_block(

@@ -5,7 +5,7 @@ Windows and chunks run here too, whatever the depth: with them, tiles see a few 
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32
 
 from cute_kernels import fakes
 from cute_kernels.abi import PathFields
@@ -32,14 +32,8 @@ class PathForwardKernel(ForwardKernel):
     finds_walks = False
 
     @property
-    def walks(self) -> bool:
-        """Whether a warp group walks only its own blocks: without a window, the tables do not say which these are."""
-        return self.has.first_key
-
-    @property
     def num_fields(self) -> int:
-        parts = self.cluster * self.warp_groups if self.walks else 0
-        return self.tile_fields + parts * PathFields.NUM_PART_FIELDS
+        return self.tile_fields + self.cluster * self.warp_groups * PathFields.NUM_PART_FIELDS
 
     def fake_arguments(self) -> tuple[object, ...]:
         q, k, v, out, lse, _, schedule, _, *rest = super().fake_arguments()
@@ -73,9 +67,7 @@ class PathForwardKernel(ForwardKernel):
         return PathTile.load(fields, g.regions, self.tile_n)
 
     def part_walk(self, tile: PathTile, item: cute.Tensor, thread: Thread) -> Walk:
-        begin, end, rest = Int32(0), tile.blocks, tile.blocks
-        if const_expr(self.walks):
-            part = thread.wg * self.cluster + self.rank()
-            first = self.tile_fields + part * PathFields.NUM_PART_FIELDS
-            begin, end, rest = [item[first + j] for j in range(PathFields.NUM_PART_FIELDS)]
+        part = thread.wg * self.cluster + self.rank()
+        first = self.tile_fields + part * PathFields.NUM_PART_FIELDS
+        begin, end, rest = [item[first + j] for j in range(PathFields.NUM_PART_FIELDS)]
         return Walk(begin, end, rest, tile.masked)

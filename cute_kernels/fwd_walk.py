@@ -39,7 +39,8 @@ class Walk(NamedTuple):
 
 
 def walk(tile: Blocks, first: Integer, last: Integer, first_begin: Integer, last_begin: Integer) -> Walk:
-    """Compute the walk of the rows [first, last], whose segments begin at first_begin and last_begin."""
+    """Compute the walk of the rows [first, last], whose segments begin at first_begin and last_begin; without rows, of
+    no blocks."""
     n, blocks, own_masked = tile.tile_n, tile.own_blocks + tile.context_blocks, tile.own_masked
     own_end = tile.own_begin + tile.own_blocks * n
     context_end = tile.context_begin + tile.context_blocks * n
@@ -63,4 +64,5 @@ def walk(tile: Blocks, first: Integer, last: Integer, first_begin: Integer, last
     contiguous = (select(split, 0, 1) == 1) & (end == own_masked) & (rest == own_masked)
     end, rest = select(contiguous, blocks, end), select(contiguous, blocks, rest)
     empty = begin >= end  # the first stretch; then the second one is the first
-    return Walk(select(empty, rest, begin), select(empty, blocks, end), select(empty, blocks, rest), masked)
+    walked = select(empty, rest, begin), select(empty, blocks, end), select(empty, blocks, rest)
+    return Walk(*(select(first > last, blocks, block) for block in walked), masked)

@@ -414,6 +414,10 @@ class Branch(PackedRows):
         call = layer, self.call_of(layer)
         path = _Path([(self._keys(above, call), n) for above, (_, n) in zip(self._above, self.part.path, strict=True)])
         asked = checked(q, k, v, softmax_scale, Features.given(**features))
+        if asked.features.batch_invariant:
+            raise ValueError(
+                "batch_invariant is True in a walk, which merges parts of the keys of a row: expected False"
+            )
         self.note_width(*asked[:3], k.shape[1])
         if self.part.is_trunk:
             self.keep(call, asked.k, asked.v)

@@ -78,6 +78,8 @@ class ContextShard(Shard):
         call = self._checked(q, k, v, softmax_scale, features)
         if self.world_size == 1:
             return attention(q, k, v, self.layout, call.softmax_scale, deterministic, **features, return_lse=True)
+        if call.features.batch_invariant:
+            raise ValueError("batch_invariant is True in context parallelism, which merges results: expected False")
         self.layout._segments.use.seen = True  # a rank may have no rows of its own, and runs no op then
         learned = [x for x in (q, k, v, call.features.sinks) if x is not None and x.requires_grad]
         run = _Run(

@@ -15,7 +15,7 @@ from cute_kernels.abi import warp_group_tokens
 from dualkv.arrays import IntArray
 from dualkv.ops.features import Features
 from dualkv.ops.hopper import DTYPES, few_keys_forward
-from dualkv.ops.plan.paths import first_keys
+from dualkv.ops.plan.paths import first_keys, tiled_runs
 from dualkv.segments import Segments, segments_of
 
 # As in cute_kernels/softmax.py, as powers of two.
@@ -81,11 +81,18 @@ class RecomputePasses(TorchDispatchMode):
         parent: torch.Tensor, softmax_scale: float, **options: Any,
     ) -> None:  # fmt: skip
         segments = segments_of(offsets, parent)
-        asked = Features(*(options.get(name) for name in Features._fields))
+        asked = Features(**{name: options[name] for name in Features._fields if name in options})
         features = asked.of_call(segments.longest_path, lse.dtype)
         spec = _specification(q, k, v, segments, features)
         grid = segments.cached(
-            ("recompute_passes", spec.operation, spec.tile, spec.packed_heads, features.reach),
+            (
+                "recompute_passes",
+                spec.operation,
+                spec.tile,
+                spec.packed_heads,
+                features.reach,
+                features.batch_invariant,
+            ),
             lambda: _grid(segments, spec, features),
         )
         found = _outgrown(q, k, v, lse, grid, softmax_scale, features.softcap)
@@ -119,8 +126,9 @@ def _specification(
 ) -> KernelSpec[ForwardTile]:
     """The kernel that would run the call on a Hopper GPU; in bf16 if it takes the dtype no more than another device."""
     (_, heads, head_dim), (_, kv_heads, head_dim_v), window = q.shape, v.shape, features.reach
-    per_kv, trees = heads // kv_heads, segments.max_depth > 2 or window is not None
-    few = few_keys_forward(segments, head_dim, per_kv, kv_heads, head_dim_v, window)
+    per_kv = heads // kv_heads
+    trees = segments.max_depth > 2 or window is not None or features.batch_invariant
+    few = not trees and few_keys_forward(segments, head_dim, per_kv, kv_heads, head_dim_v)
     short = window is not None and window.short
     dtype = DTYPES.get(q.dtype, "bf16")
     return forward_spec(dtype, head_dim, per_kv, trees, features.names, short, head_dim_v, few_keys=few)
@@ -129,9 +137,11 @@ def _specification(
 def _grid(segments: Segments, spec: KernelSpec[ForwardTile], features: Features) -> _Grid:
     roots, group, row = segments.roots, segments.group_of_row, np.arange(segments.total)
     part, size = warp_group_tokens(spec.packed_heads), spec.tile.tokens(spec.packed_heads)
-    first_row = segments.first_query[group]
+    run, run_end = tiled_runs(segments, size, features.batch_invariant)
+    of_run = segments.segment_of_row if features.batch_invariant else group
+    first_row = run[of_run]
     since = np.maximum(row - first_row, 0)
-    count = -(-(segments.subtree_end[roots] - segments.first_query) // size)
+    count = -(-(run_end - run) // size)
     begin = segments.offsets[segments.segment_of_row]
     # Blocks that end behind the first row of a row's warp group raise the reference. In two regions blocks begin where
     # the region does, with the first response of the tile; in trees anywhere.
@@ -143,7 +153,7 @@ def _grid(segments: Segments, spec: KernelSpec[ForwardTile], features: Features)
         lowest = region + np.maximum(first - region, 0) // spec.tile.tile_n * spec.tile.tile_n
     elif features.reach is not None:
         lowest = np.maximum(first, first_keys(segments, features.reach))
-    tile = (np.cumsum(count) - count)[group] + since // size
+    tile = (np.cumsum(count) - count)[of_run] + since // size
     return _Grid(row >= first_row, np.maximum(lowest, begin), tile, int(count.sum()))
 
 

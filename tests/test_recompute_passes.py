@@ -41,7 +41,8 @@ def of_groups(seg, tile):
             for i in [*range(walk.begin, walk.end), *range(walk.rest, len(blocks))]:
                 key, own, _ = blocks[i]
                 keys = np.arange(key, key + n)
-                raises = i in (walk.begin, walk.rest) or (i < walk.masked and key + n > first)
+                limit = item[ForwardFields.ROW_END if own else ForwardFields.CONTEXT_END]
+                raises = i in (walk.begin, walk.rest) or (i < walk.masked and min(key + n, limit) > first)
                 found.append((keys, groups.visible(item, q, begin[q], keys[None], own), raises))
             yield item[ForwardFields.ROW], q[:, 0], found
 
@@ -61,7 +62,7 @@ def of_paths(seg, tile, window):
                     keys = np.arange(key, key + n)
                     seen = (keys <= q) & (keys >= first_key[q]) & (q < visible_end[keys])
                     seen &= keys < (key + n if limit is None else abs(limit))
-                    raises = i != before + 1 or (i < item[PathFields.MASKED] and key + n > part[0])
+                    raises = i != before + 1 or (limit is not None and min(key + n, abs(limit)) > part[0])
                     found.append((keys, seen, raises))
                 yield item[PathFields.ROW], part, found
 

@@ -29,6 +29,7 @@ def attention(
     chunk: int | None = None,
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
+    batch_invariant: bool = False,
     return_lse: Literal[False] = False,
     backend: str | None = None,
 ) -> torch.Tensor: ...
@@ -47,6 +48,7 @@ def attention(
     chunk: int | None = None,
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
+    batch_invariant: bool = False,
     return_lse: Literal[True],
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -64,6 +66,7 @@ def attention(
     chunk: int | None = None,
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
+    batch_invariant: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -95,6 +98,9 @@ def attention(
         sinks: [H] a learned logit for each head, natural log, neither scaled nor capped, as in gpt-oss; dtype of q or
             fp32, device of q, below +inf. A sink takes its part of the softmax and has no value.
         softcap: from 2^-20 (in fp16 2^-3) to 2^10, as in Gemma 2; none by default.
+        batch_invariant: the bits of a row's out and lse depend on nothing but the row's path and where the path is cut
+            into segments: not on other responses, groups, their order, or how many heads a call has. Backends "hopper"
+            and "reference" only. Gradients are as ever.
         return_lse: also return lse. Gradients of lse reach q, k and sinks.
         backend: what computes the call, forward and backward: "hopper" (this project's kernels), "cudnn" (cuDNN's
             interval-mask attention), "flash" (PyTorch's FlashAttention calls, merged), "flex" (FlexAttention, compiled;
@@ -114,8 +120,8 @@ def attention(
         ValueError: shapes, strides, devices or a layout that do not match; a scale or cap out of range; a window or
             chunk below 1, or both.
         TypeError: dtypes that differ or are not supported; a layout that is not a Layout; a window or chunk that is not
-            an integer; a scale or cap that is not a number; a `deterministic` that is not a bool; a backend that is
-            not a string.
+            an integer; a scale or cap that is not a number; a `deterministic` or `batch_invariant` that is not a bool;
+            a backend that is not a string.
     """
     if not isinstance(layout, Layout):
         raise TypeError(f"layout is a {type(layout).__name__}, expected a dualkv.Layout")
@@ -123,7 +129,7 @@ def attention(
         raise TypeError(f"deterministic is {deterministic!r}, expected True or False")
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend is a {type(backend).__name__}, expected a string")
-    call = checked(q, k, v, softmax_scale, Features.given(window, chunk, sinks, softcap))
+    call = checked(q, k, v, softmax_scale, Features.given(window, chunk, sinks, softcap, batch_invariant))
     out, lse = _forward(call)(
         call.q, call.k, call.v, layout.offsets, layout.parent, call.softmax_scale, deterministic, *call.features,
         backend,

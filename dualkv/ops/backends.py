@@ -127,7 +127,7 @@ BACKENDS = {
         hopper,
         lambda q, v, dlse: hopper.unsupported(q),
         padding.for_kernel,
-        ("window", "sinks", "softcap"),
+        ("window", "sinks", "softcap", "batch_invariant"),
     ),
     "cudnn": Backend(
         "cuDNN's interval-mask attention",
@@ -157,7 +157,7 @@ BACKENDS = {
         reference,
         lambda q, v, dlse: None,
         lambda head_dim, head_dim_v: (head_dim, head_dim_v),
-        ("window", "sinks", "softcap"),
+        ("window", "sinks", "softcap", "batch_invariant"),
         warning="the chunked PyTorch reference, which is slow",
     ),
 }

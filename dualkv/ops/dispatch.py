@@ -1,15 +1,17 @@
 """`torch.ops.dualkv.fwd` and `torch.ops.dualkv.bwd`: schema, checks, dispatch, fake and autograd.
 
     fwd(q, k, v, offsets, parent, softmax_scale, deterministic=False,
-        window=None, chunk=None, sinks=None, softcap=None, backend=None) -> (out, lse)
+        window=None, chunk=None, sinks=None, softcap=None, batch_invariant=False, backend=None) -> (out, lse)
     bwd(dout, q, k, v, out, lse, offsets, parent, softmax_scale, deterministic=False, gradients="qkv",
-        window=None, chunk=None, sinks=None, softcap=None, dlse=None, backend=None) -> (dq, dk, dv, dsinks)
+        window=None, chunk=None, sinks=None, softcap=None, batch_invariant=False, dlse=None, backend=None)
+        -> (dq, dk, dv, dsinks)
 
 q [T, H, D]; k [T, Hk, D]; v [T, Hk, Dv]; dout, out [T, H, Dv]; sinks [H] in q's dtype or fp32; lse [H, T] fp32, natural
 log, sinks included (fp64 for fp64 inputs). dlse [H, T] is the gradient of lse, None for zero. `gradients` names the
 inputs whose gradients are computed, in the order of "qkv"; the other gradients are empty, of shape [0]. dsinks is [H]
 in the dtype of lse, or [0] without sinks. `backend` names what computes the call, None for the first one that serves it
-(`dualkv.ops.backends`). :func:`dualkv.attention` has the formulas.
+(`dualkv.ops.backends`). Nothing in the backward follows from `batch_invariant`. :func:`dualkv.attention` has the
+formulas.
 
 `offsets` [S+1] and `parent` [S] are the host tensors of a :class:`dualkv.Layout`, on the CPU for any device of q, k, v.
 So nothing is read back from a GPU. And inductor never puts an op with CPU inputs into a CUDA graph of its own, so it
@@ -37,7 +39,7 @@ SCALE_MIN, SCALE_MAX = 2.0**-100, 2.0**100  # fp32 holds such a scale, its inver
 SINKS = 7 + Features._fields.index("sinks")  # among the arguments of fwd, 7 of which are before the features
 
 _lib = torch.library.Library("dualkv", "DEF")
-_FEATURES = "int? window=None, int? chunk=None, Tensor? sinks=None, float? softcap=None"
+_FEATURES = "int? window=None, int? chunk=None, Tensor? sinks=None, float? softcap=None, bool batch_invariant=False"
 _lib.define(
     "fwd(Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor parent, float softmax_scale, bool deterministic=False,"
     f" {_FEATURES}, str? backend=None) -> (Tensor out, Tensor lse)",
@@ -166,9 +168,10 @@ def _requested(gradients: str, grads: Gradients) -> Gradients:
 def _fwd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, parent: torch.Tensor,
     softmax_scale: float, deterministic: bool = False, window: int | None = None, chunk: int | None = None,
-    sinks: torch.Tensor | None = None, softcap: float | None = None, backend: str | None = None,
+    sinks: torch.Tensor | None = None, softcap: float | None = None, batch_invariant: bool = False,
+    backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    asked = Features(window, chunk, sinks, softcap)
+    asked = Features(window, chunk, sinks, softcap, batch_invariant)
     segments, features = _checked(q, k, v, offsets, parent, softmax_scale, asked)
     segments.use.seen = True
 
@@ -182,7 +185,8 @@ def _bwd(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     offsets: torch.Tensor, parent: torch.Tensor, softmax_scale: float, deterministic: bool = False,
     gradients: str = "qkv", window: int | None = None, chunk: int | None = None, sinks: torch.Tensor | None = None,
-    softcap: float | None = None, dlse: torch.Tensor | None = None, backend: str | None = None,
+    softcap: float | None = None, batch_invariant: bool = False, dlse: torch.Tensor | None = None,
+    backend: str | None = None,
 ) -> Gradients:  # fmt: skip
     asked = Features(window, chunk, sinks, softcap)
     segments, features = _checked(q, k, v, offsets, parent, softmax_scale, asked)
@@ -219,7 +223,8 @@ _lib.impl("bwd", _bwd_cuda, "CUDA")
 def _fwd_fake(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, parent: torch.Tensor,
     softmax_scale: float, deterministic: bool = False, window: int | None = None, chunk: int | None = None,
-    sinks: torch.Tensor | None = None, softcap: float | None = None, backend: str | None = None,
+    sinks: torch.Tensor | None = None, softcap: float | None = None, batch_invariant: bool = False,
+    backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     _check_host(offsets, parent)
     check_tensors(q, k, v)
@@ -233,7 +238,8 @@ def _bwd_fake(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     offsets: torch.Tensor, parent: torch.Tensor, softmax_scale: float, deterministic: bool = False,
     gradients: str = "qkv", window: int | None = None, chunk: int | None = None, sinks: torch.Tensor | None = None,
-    softcap: float | None = None, dlse: torch.Tensor | None = None, backend: str | None = None,
+    softcap: float | None = None, batch_invariant: bool = False, dlse: torch.Tensor | None = None,
+    backend: str | None = None,
 ) -> Gradients:  # fmt: skip
     Features(window, chunk, sinks, softcap).check(q)
     backends.check_name(backend)
@@ -245,7 +251,7 @@ def _bwd_fake(
 
 def _fwd_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     q, k, v, offsets, parent, ctx.softmax_scale, ctx.deterministic, ctx.window, ctx.chunk, sinks, *rest = inputs
-    ctx.softcap, ctx.backend = rest
+    ctx.softcap, ctx.batch_invariant, ctx.backend = rest
     ctx.set_materialize_grads(False)  # without a gradient of lse the backward does nothing for it
     ctx.save_for_backward(q, k, v, *output, offsets, parent, sinks)
 
@@ -266,11 +272,11 @@ def _fwd_backward(
     gradients = "".join(name for name, need in zip("qkv", needed, strict=False) if need) or "q"
     dq, dk, dv, dsinks = backward(
         dout, q, k, v, out, lse, offsets, parent, ctx.softmax_scale, ctx.deterministic, gradients,
-        ctx.window, ctx.chunk, sinks, ctx.softcap, dlse, ctx.backend,
+        ctx.window, ctx.chunk, sinks, ctx.softcap, ctx.batch_invariant, dlse, ctx.backend,
     )  # fmt: skip
     grads = dq, dk, dv, dsinks if sinks is None else dsinks.to(sinks.dtype)
     dq, dk, dv, dsinks = (grad if need else None for grad, need in zip(grads, needed, strict=True))
-    return dq, dk, dv, *[None] * (SINKS - 3), dsinks, None, None
+    return dq, dk, dv, *[None] * (SINKS - 3), dsinks, None, None, None
 
 
 def _bwd_backward(_ctx: Any, *_grads: torch.Tensor) -> None:

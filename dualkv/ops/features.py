@@ -92,6 +92,7 @@ class FeatureArguments(TypedDict, total=False):
     chunk: int | None
     sinks: torch.Tensor | None
     softcap: float | None
+    batch_invariant: bool
 
 
 class Features(NamedTuple):
@@ -102,12 +103,14 @@ class Features(NamedTuple):
         chunk: positions a chunk, in place of a window; None: no chunks.
         sinks: [H], a natural-log logit a head, neither scaled nor capped; the log-sum-exp contains it.
         softcap: scores are softcap * tanh(softmax_scale * q.k / softcap).
+        batch_invariant: the bits of the forward's rows do not depend on what else is in the batch.
     """
 
     window: int | None = None
     chunk: int | None = None
     sinks: torch.Tensor | None = None
     softcap: float | None = None
+    batch_invariant: bool = False
 
     @classmethod
     def given(
@@ -116,14 +119,18 @@ class Features(NamedTuple):
         chunk: int | None = None,
         sinks: torch.Tensor | None = None,
         softcap: float | None = None,
+        batch_invariant: bool = False,
     ) -> Features:
         """The features that a caller asks for, as Python's own types; :meth:`check` says whether a call takes them.
 
         Raises:
             ValueError: a window or chunk below 1, a cap out of range.
-            TypeError: a window or chunk that is not an integer; a cap that is not a number.
+            TypeError: a window or chunk that is not an integer; a cap that is not a number; a `batch_invariant` that is
+                not a bool.
         """
-        if window is chunk is sinks is softcap is None:
+        if not isinstance(batch_invariant, bool):
+            raise TypeError(f"batch_invariant is {batch_invariant!r}, expected True or False")
+        if window is chunk is sinks is softcap is None and not batch_invariant:
             return NONE
         window = None if window is None else min(positive("window", window), MAX_ROWS)  # no path is longer
         chunk = None if chunk is None else min(positive("chunk", chunk), MAX_ROWS)
@@ -131,7 +138,7 @@ class Features(NamedTuple):
             check_number("softcap", softcap)
             _check_cap(softcap)
             softcap = float(softcap)
-        return cls(window, chunk, sinks, softcap)
+        return cls(window, chunk, sinks, softcap, batch_invariant)
 
     def check(self, q: torch.Tensor) -> None:
         """Check that attention with queries q [T, H, D] takes the features.
@@ -160,13 +167,15 @@ class Features(NamedTuple):
 
     def of_call(self, longest_path: int, lse_dtype: torch.dtype) -> Features:
         """The features as backends take them: without a window or chunks that hide no key on paths of up to
-        `longest_path` tokens, and with contiguous sinks in the dtype of the log-sum-exp."""
-        window, chunk, sinks, softcap = self
+        `longest_path` tokens, and with contiguous sinks in the dtype of the log-sum-exp. A batch-invariant call keeps
+        its window: whether it hides a key depends on other paths."""
+        window, chunk, sinks, softcap, batch_invariant = self
         if window is None and chunk is None and sinks is None:
             return self
-        if (reach := self.reach) is not None and not reach.hides(longest_path):
+        if (reach := self.reach) is not None and not reach.hides(longest_path) and not batch_invariant:
             window = chunk = None
-        return Features(window, chunk, None if sinks is None else sinks.to(lse_dtype).contiguous(), softcap)
+        sinks = None if sinks is None else sinks.to(lse_dtype).contiguous()
+        return Features(window, chunk, sinks, softcap, batch_invariant)
 
     @property
     def reach(self) -> Window | None:
@@ -175,8 +184,10 @@ class Features(NamedTuple):
 
     @property
     def asked(self) -> dict[str, Any]:
-        """Values that are asked for, by the names of `codegen.spec.FEATURES`; "window" stands for chunks too."""
+        """Values that are asked for, by the names of `codegen.spec.FEATURES`; "window" stands for chunks too. And
+        "batch_invariant", which is a plan's."""
         given = {"window": self.window or self.chunk, "sinks": self.sinks, "softcap": self.softcap}
+        given["batch_invariant"] = self.batch_invariant or None
         return {name: x for name, x in given.items() if x is not None}
 
     @property

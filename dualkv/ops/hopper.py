@@ -24,7 +24,7 @@ from codegen.tiles import (
     forward_tile,
     packed_heads,
 )
-from cute_kernels.abi import STAT_COLUMNS, clears_ahead, lock_words
+from cute_kernels.abi import RECOMPUTE_MARKS, STAT_COLUMNS, clears_ahead, lock_words
 from dualkv.ops.features import NONE, Features, Window
 from dualkv.ops.plan import backward as plan_backward
 from dualkv.ops.plan import forward as plan_forward
@@ -70,12 +70,11 @@ def few_keys_backward(segments: Segments, kv_heads: int, window: Window | None) 
 
 
 def few_keys_forward(
-    segments: Segments, head_dim: int, heads_per_kv: int, kv_heads: int, head_dim_v: int | None = None,
-    window: Window | None = None,
-) -> bool:  # fmt: skip
-    """Whether the forward of a call takes CTAs without clusters: it has enough rows, and by the plan clusters would
-    take too long. Never with a window or in layouts deeper than two levels, whose kernel is another one."""
-    if window is not None or segments.max_depth > 2 or segments.total * kv_heads < FEW_KEYS_ROWS:
+    segments: Segments, head_dim: int, heads_per_kv: int, kv_heads: int, head_dim_v: int | None = None
+) -> bool:
+    """Whether the forward of a call of at most two levels takes CTAs without clusters: it has enough rows, and by the
+    plan clusters would take too long."""
+    if segments.total * kv_heads < FEW_KEYS_ROWS:
         return False
 
     def gains() -> bool:
@@ -94,29 +93,32 @@ class ForwardPlan(Plan):
     """The forward's plan, for one kernel and one number of heads and KV heads.
 
     Attributes:
-        tables: int32, in the order of the kernel's arguments: work items, schedule and segment_begin [T]; for trees
-            work items, schedule, regions and visible_end [T + tile_n].
+        launches: of each launch the tables, int32, in the order of the kernel's arguments: work items, schedule and
+            segment_begin [T]; for trees work items, schedule, regions and visible_end [T + tile_n].
         first_key: [T] int32 of a window, else None.
     """
 
     def __init__(
         self, segments: Segments, device: torch.device, spec: KernelSpec[ForwardTile], heads: int, kv_heads: int,
-        window: Window | None = None,
+        window: Window | None = None, by_segment: bool = False,
     ) -> None:  # fmt: skip
-        parts = spec.tile.parts if window is not None else 0  # with a window, a work item has fields for each
-        key = spec.operation, device, spec.tile.tokens(spec.packed_heads), spec.tile.tile_n, parts, window
-        tiles = segments.cached(key, lambda: ForwardTiles(segments, device, spec, window))
+        parts = spec.tile.parts if spec.trees else 0  # a work item has fields for each
+        key = spec.operation, device, spec.tile.tokens(spec.packed_heads), spec.tile.tile_n, parts, window, by_segment
+        tiles = segments.cached(key, lambda: ForwardTiles(segments, device, spec, window, by_segment))
         clusters, kv_bytes = _num_sms(device) // spec.tile.cluster, 2 * sum(spec.head_dims) * segments.total
         head_groups = heads // spec.packed_heads
         items = schedule.schedule(tiles.cost, head_groups, kv_heads, clusters, kv_bytes, tiles.longest_first)
-        self.tables = tiles.work, _upload(items, device), *tiles.tables
+        scheduled = _upload(items, device)
+        # A cluster recomputes all items that share a mark. By segment no row may be recomputed for another one's sake.
+        marked = clusters * RECOMPUTE_MARKS if by_segment else len(items)
+        self.launches = [(tiles.work, some, *tiles.tables) for some in scheduled.split(marked)]
         self.first_key = tiles.first_key
-        super().__init__(*self.tables, *([] if self.first_key is None else [self.first_key]))
+        super().__init__(tiles.work, scheduled, *tiles.tables, *([] if self.first_key is None else [self.first_key]))
 
 
 class ForwardTiles:
     """The part of a plan that does not depend on numbers of heads, for one operation, tokens a tile, keys a block and
-    window.
+    window, by segment or not.
 
     Attributes:
         work: work items.
@@ -127,8 +129,9 @@ class ForwardTiles:
     """
 
     def __init__(
-        self, segments: Segments, device: torch.device, spec: KernelSpec[ForwardTile], window: Window | None = None
-    ) -> None:
+        self, segments: Segments, device: torch.device, spec: KernelSpec[ForwardTile], window: Window | None = None,
+        by_segment: bool = False,
+    ) -> None:  # fmt: skip
         tokens, tile_n = spec.tile.tokens(spec.packed_heads), spec.tile.tile_n
         self.first_key = None
         if window is not None:
@@ -137,7 +140,7 @@ class ForwardTiles:
                 lambda: _upload(plan_paths.first_keys(segments, window).astype(np.int32), device),
             )
         if spec.trees:
-            made = plan_paths.path_work(segments, tokens, tile_n, window, spec.tile.parts)
+            made = plan_paths.path_work(segments, tokens, tile_n, window, spec.tile.parts, by_segment)
             work, self.cost, near_rows = made.items, plan_paths.tile_cost(made.items), plan_paths.NEAR_ROWS
             visible_end = segments.cached(
                 ("visible_end", device, tile_n),
@@ -214,11 +217,15 @@ def _planned(segments: Segments, device: torch.device, key: Any, make: Callable[
 
 def forward_plan(
     segments: Segments, device: torch.device, spec: KernelSpec[ForwardTile], heads: int, kv_heads: int,
-    window: Window | None = None,
+    window: Window | None = None, by_segment: bool = False,
 ) -> ForwardPlan:  # fmt: skip
-    """The forward's plan; see `_planned`. With a window, `spec` is a specification for trees."""
-    key = "forward", spec.operation, spec.head_dims, spec.tile, heads, kv_heads, window
-    return _planned(segments, device, key, lambda: ForwardPlan(segments, device, spec, heads, kv_heads, window))
+    """The forward's plan; see `_planned`. With a window and by segment, `spec` is a specification for trees."""
+    key = "forward", spec.operation, spec.head_dims, spec.tile, heads, kv_heads, window, by_segment
+
+    def make() -> ForwardPlan:
+        return ForwardPlan(segments, device, spec, heads, kv_heads, window, by_segment)
+
+    return _planned(segments, device, key, make)
 
 
 def backward_plan(
@@ -328,12 +335,13 @@ def forward(
     """
     device, (rows, heads, head_dim), (_, kv_heads, head_dim_v) = q.device, q.shape, v.shape
     window = features.reach
-    trees = segments.max_depth > 2 or window is not None
+    by_segment = features.batch_invariant
+    trees = segments.max_depth > 2 or window is not None or by_segment
     short = window is not None and window.short
     per_kv = heads // kv_heads
-    few = few_keys_forward(segments, head_dim, per_kv, kv_heads, head_dim_v, window)
+    few = not trees and few_keys_forward(segments, head_dim, per_kv, kv_heads, head_dim_v)
     spec, kernel = _kernel(q.dtype, head_dim, per_kv, device, trees, features.names, short, head_dim_v, few)
-    planned = forward_plan(segments, device, spec, heads, kv_heads, window)
+    planned = forward_plan(segments, device, spec, heads, kv_heads, window, by_segment)
     q, k, v = tma_ready(q), tma_ready(k), tma_ready(v)
     out = q.new_empty((rows, heads, head_dim_v))
     lse = q.new_empty((heads, rows), dtype=torch.float32)
@@ -342,7 +350,8 @@ def forward(
         lse.fill_(math.inf)
     given = features.asked | {"window": planned.first_key}
     own = [given[name] for name in spec.features]
-    kernel(q, k, v, out, lse, *planned.tables, softmax_scale, _num_sms(device), *own)
+    for tables in planned.launches:
+        kernel(q, k, v, out, lse, *tables, softmax_scale, _num_sms(device), *own)
     return out, lse
 
 

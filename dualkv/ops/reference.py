@@ -177,9 +177,11 @@ def forward(
     of lse."""
     total, heads, _ = q.shape
     kv_heads, acc, window = k.shape[1], _accumulate_dtype(q.dtype), features.reach
+    size = 1 if by_segment and window else CHUNK
+    by_segment |= features.batch_invariant  # then the shapes of products follow from a row's path
     out = torch.empty(total, heads, v.shape[2], dtype=q.dtype, device=q.device)
     lse = torch.empty(heads, total, dtype=acc, device=q.device)
-    for chunk in chunks(segments, q.device, by_segment, window, 1 if by_segment and window else CHUNK):
+    for chunk in chunks(segments, q.device, by_segment, window, size):
         here = slice(chunk.begin, chunk.end)
         key, value = (x[chunk.keys].to(acc).transpose(0, 1) for x in (k, v))
         scores, _ = _scores(_heads_first(q[here], kv_heads, acc), key, chunk, softmax_scale, features.softcap)

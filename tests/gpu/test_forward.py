@@ -57,7 +57,8 @@ def run(q, k, v, layout, num_sms=None, few_keys=False):
     out = torch.full(q.shape, float("nan"), device="cuda", dtype=q.dtype)
     lse = torch.full((q.shape[1], q.shape[0]), float("nan"), device="cuda")
     sms = num_sms or hopper._num_sms(q.device)
-    kernel(q, k, v, out, lse, *plan.tables, q.shape[2] ** -0.5, sms)
+    (tables,) = plan.launches
+    kernel(q, k, v, out, lse, *tables, q.shape[2] ** -0.5, sms)
     return out, lse
 
 

@@ -211,7 +211,8 @@ def test_two_levels_as_a_tree():
         plan = hopper.forward_plan(layout._segments, q.device, spec, 8, 2)
         out = torch.full(q.shape, float("nan"), device="cuda", dtype=q.dtype)
         lse = torch.full((8, len(q)), float("nan"), device="cuda")
-        kernel(q, k, v, out, lse, *plan.tables, 128**-0.5, hopper._num_sms(q.device))
+        (tables,) = plan.launches
+        kernel(q, k, v, out, lse, *tables, 128**-0.5, hopper._num_sms(q.device))
         want, want_lse = oracle.attention(q.double(), k.double(), v.double(), layout.offsets, layout.parent, 128**-0.5)
         assert (out.double() - want).abs().max() < 0.03
         assert (lse - want_lse).abs().max() < 1e-4

@@ -113,6 +113,35 @@ def test_a_window_that_hides_nothing_is_none(monkeypatch):
     assert seen == [Window(8), None, None, None, Window(chunk=8)]
 
 
+@pytest.mark.parametrize("features", [{}, {"window": 40}, {"chunk": 30}, {"softcap": 2.0}], ids=str)
+def test_batch_invariant_rows_have_the_bits_of_their_path_alone(features):
+    """Groups and a tree, whose segments are packed again with fewer others and in another order."""
+    layout = Layout.from_segments([0, 60, 70, 75, 220, 221, 250, 300, 450], [-1, 0, 1, 1, 0, -1, 5, 5])
+    q, k, v = (x.detach() for x in qkv(layout, dtype=torch.float32))
+    asked = {"batch_invariant": True, "return_lse": True, **features}
+    out, lse = dualkv.attention(q, k, v, layout, **asked)
+    differ = False
+    for segments, parent in (([5, 7, 0, 1, 3], [-1, 0, -1, 2, 3]), ([0, 4], [-1, 0]), ([0], [-1])):
+        rows = torch.cat([torch.arange(*layout.offsets[s : s + 2].tolist()) for s in segments])
+        some = Layout.from_segments([0, *layout._segments.lengths[segments].cumsum().tolist()], parent)
+        its_out, its_lse = dualkv.attention(q[rows], k[rows], v[rows], some, **asked)
+        assert torch.equal(its_out, out[rows])
+        assert torch.equal(its_lse, lse[:, rows])
+        plain = dualkv.attention(q, k, v, layout, **features)[rows]
+        differ |= not torch.equal(dualkv.attention(q[rows], k[rows], v[rows], some, **features), plain)
+    assert differ, "or the test could not fail"
+    want = dualkv.attention(q, k, v, layout, **features)
+    torch.testing.assert_close(out, want, atol=2e-6, rtol=2e-6)
+
+
+def test_a_batch_invariant_call_keeps_a_window_that_hides_nothing_here(monkeypatch):
+    seen, real = [], reference.forward
+    monkeypatch.setattr(reference, "forward", lambda **call: seen.append(call["features"]) or real(**call))
+    q, k, v = qkv(TREE)
+    dualkv.attention(q, k, v, TREE, window=2**20, batch_invariant=True).sum().backward()
+    assert [(x.window, x.batch_invariant) for x in seen] == [(2**20, True)]
+
+
 def test_backwards_get_what_is_asked(monkeypatch):
     """A gradient of lse where there is one; of q, k and v those that are needed, dq at least."""
     calls, real = [], reference.backward
@@ -149,7 +178,17 @@ def test_opcheck(dtype, changes):
     torch.library.opcheck(torch.ops.dualkv.fwd, given)
     with torch.no_grad():
         out, lse = torch.ops.dualkv.fwd(*given)
-        backward = torch.randn_like(out), *given[:3], out, lse, *given[3:7], "qkv", *given[7:], torch.randn_like(lse)
+        backward = (
+            torch.randn_like(out),
+            *given[:3],
+            out,
+            lse,
+            *given[3:7],
+            "qkv",
+            *given[7:],
+            False,
+            torch.randn_like(lse),
+        )
         torch.library.opcheck(torch.ops.dualkv.bwd, backward)
     assert torch.ops.dualkv.bwd(*backward)[3].dtype == torch.float32
 

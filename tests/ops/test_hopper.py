@@ -411,13 +411,28 @@ def test_trees_have_a_kernel_and_a_plan_of_their_own(launches):
     ((spec, arguments),) = launches
     assert spec == forward_spec("fp16", 96, 4, trees=True)
     work, items_of_clusters, regions, visible_end, scale, sms = arguments[5:]
-    expected = plan_paths.path_work(segments(layout), spec.tile.tokens(4), spec.tile.tile_n)
+    expected = plan_paths.path_work(segments(layout), spec.tile.tokens(4), spec.tile.tile_n, None, spec.tile.parts)
     assert np.array_equal(work.numpy(), expected.items)
     assert sorted(items_of_clusters.tolist()) == [[tile, group] for tile in range(len(work)) for group in range(2)]
     assert np.array_equal(regions.numpy(), expected.regions)
     assert visible_end.tolist() == segments(layout).visible_end.tolist() + [0] * spec.tile.tile_n
     assert visible_end.dtype == torch.int32
     assert (scale, sms) == (0.1, 132)
+
+
+def test_by_segment_no_tiles_share_a_mark_for_the_recompute_pass(launches, monkeypatch):
+    """Calls that are batch-invariant: the plan of trees, cut by segments, in as many launches as marks allow."""
+    layout = Layout.from_lengths([300], [[77, 200]])
+    monkeypatch.setattr(hopper, "RECOMPUTE_MARKS", 1)
+    monkeypatch.setattr(hopper, "_num_sms", lambda device: 4)
+    hopper.forward(*random_inputs(layout.num_tokens, 8, 2, 128), segments(layout), 0.1, Features(batch_invariant=True))
+    spec = forward_spec("bf16", 128, 4, trees=True)
+    tile = spec.tile
+    work = plan_paths.path_work(segments(layout), tile.tokens(4), tile.tile_n, None, tile.parts, by_segment=True).items
+    assert len(launches) == len(work) * 2 // 2  # two clusters, a mark each
+    assert all(taken == spec and np.array_equal(arguments[5], work) for taken, arguments in launches)
+    scheduled = torch.cat([arguments[6] for _, arguments in launches]).tolist()
+    assert sorted(scheduled) == [[tile, group] for tile in range(len(work)) for group in range(2)]
 
 
 def test_the_plan_is_made_once_for_all_layers_and_shapes_that_share_it(launches, monkeypatch):
@@ -503,9 +518,10 @@ def test_forward_tiles_are_kept_apart_by_what_their_tables_hold(launches):
     for head_dim, ratio in ((128, 8), (256, 5), (64, 8), (192, 10)):
         spec = forward_spec("bf16", head_dim, ratio, True, ("window",))
         plan = hopper.ForwardPlan(segments(layout), device, spec, ratio, 1, window)
-        widths[head_dim, ratio] = plan.tables[0].shape[1]
+        ((work, *_),) = plan.launches
+        widths[head_dim, ratio] = work.shape[1]
         fresh = hopper.ForwardPlan(segments(Layout.from_lengths([300], [[77, 200]])), device, spec, ratio, 1, window)
-        assert torch.equal(plan.tables[0], fresh.tables[0])
+        assert torch.equal(work, fresh.launches[0][0])
     assert len(set(widths.values())) > 1
 
 

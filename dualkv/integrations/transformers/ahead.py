@@ -103,6 +103,8 @@ def attention(
     Returns:
         out [t, H, D].
     """
+    if features.get("batch_invariant"):
+        raise ValueError("batch_invariant is True of rows that see ahead, whose results are merged: expected False")
     if ahead.windows and features.get("window") is None:
         return packed_rows(rows).attention_of(None)(q, k, v, **features)
     run = partial(_looking_ahead, ahead=ahead)

@@ -16,7 +16,7 @@ from cute_kernels.abi import PathFields as items
 from dualkv.arrays import IntArray, positions
 from dualkv.ops.features import Window
 from dualkv.ops.plan.forward import MASKED_COST_OF_SOME
-from dualkv.ops.plan.shared import MASKED_COST, Table, longest_first, segment_at, visible_end_over
+from dualkv.ops.plan.shared import Table, longest_first, segment_at, visible_end_over
 from dualkv.segments import Segments
 
 SHORTEST_GAP = 2  # blocks that a warp group skips between others; to skip one costs as much as it saves
@@ -27,8 +27,8 @@ NEAR_ROWS = 2**14  # like forward.L2_ROWS: K and V of head_dim 128 are 8 MB; 2**
 class PathWork:
     """
     Attributes:
-        items: [n, PathFields.NUM_FIELDS] int32, longest first; the same tiles serve every KV head. With a window more
-            columns, PathFields.NUM_PART_FIELDS a part.
+        items: [n, PathFields.NUM_FIELDS + parts * PathFields.NUM_PART_FIELDS] int32, longest first; the same tiles
+            serve every KV head.
         regions: [m, 2] int32, at least one row.
     """
 
@@ -50,7 +50,10 @@ class _Intervals(NamedTuple):
     tile: IntArray
     begin: IntArray
     end: IntArray
-    apart: npt.NDArray[np.bool_]  # between this interval and the one before are keys of the path that no row sees
+    apart: npt.NDArray[
+        np.bool_
+    ]  # blocks begin anew: between this interval and the one before are keys of the path that
+    # no row sees, or tiles are by segment
 
 
 class _Masked(NamedTuple):
@@ -62,7 +65,10 @@ class _Masked(NamedTuple):
     visible_end: IntArray  # no row from here on sees any of them
 
 
-def path_work(segments: Segments, tokens: int, tile_n: int, window: Window | None = None, parts: int = 1) -> PathWork:
+def path_work(
+    segments: Segments, tokens: int, tile_n: int, window: Window | None = None, parts: int = 1,
+    by_segment: bool = False,
+) -> PathWork:  # fmt: skip
     """The work items of a layout: every packed row whose result is needed lies in exactly one tile, and no tile reaches
     into the next group.
 
@@ -71,13 +77,16 @@ def path_work(segments: Segments, tokens: int, tile_n: int, window: Window | Non
         tokens: packed rows a tile (`ForwardTile.tokens`).
         tile_n: keys a block.
         window: a sliding window or chunks.
-        parts: of a tile, equal ones, each with the blocks that its rows see (`ForwardTile.parts`); for a window.
+        parts: of a tile, equal ones, each with the blocks that its rows see (`ForwardTile.parts`).
+        by_segment: tiles and blocks begin where a segment does, and end where it does. So what a row's tile computes,
+            and in which order, follows from the row's path alone, and from where it is cut into segments. Of rows
+            without queries the last ones before a query may be in a tile then.
     """
-    offsets, subtree_end, parent, depth = segments.offsets, segments.subtree_end, segments.parent, segments.depth
-    roots = segments.roots
-    count = -(-(subtree_end[roots] - segments.first_query) // tokens)  # tiles of each group
-    row = np.repeat(segments.first_query, count) + positions(count) * tokens
-    row_end = np.minimum(row + tokens, np.repeat(subtree_end[roots], count))
+    offsets, parent, depth = segments.offsets, segments.parent, segments.depth
+    run, run_end = tiled_runs(segments, tokens, by_segment)
+    count = -(-(run_end - run) // tokens)  # tiles of each run
+    row = np.repeat(run, count) + positions(count) * tokens
+    row_end = np.minimum(row + tokens, np.repeat(run_end, count))
 
     # The deepest segment that is on the path of every row: the first row's segment, or the parent of the highest one
     # that begins within the tile.
@@ -92,11 +101,12 @@ def path_work(segments: Segments, tokens: int, tile_n: int, window: Window | Non
     # with the last interval extended to the end of the tile.
     tiles = _Tiles(row, row_end, first)
     if window is None:
-        tile, begin, end, apart = _paths(segments, tiles)
+        first_key = np.zeros(segments.total, np.int64)
+        tile, begin, end, apart = _paths(segments, tiles, by_segment)
         whole_begin = np.zeros(len(row), np.int64)  # ... from this one on
     else:
         first_key = first_keys(segments, window)
-        tile, begin, end, apart = _windows(segments, tiles, first_key)
+        tile, begin, end, apart = _windows(segments, tiles, first_key, by_segment)
         whole_begin = _over(np.maximum, first_key, row, row_end)
     number = np.bincount(tile, minlength=len(row))
     start = np.cumsum(number) - number
@@ -127,12 +137,11 @@ def path_work(segments: Segments, tokens: int, tile_n: int, window: Window | Non
     reach = np.append(end, 0)[np.append(np.flatnonzero(alone), len(end))[1:] - 1]  # of intervals up to one alone
     limit = np.where(to_all, key_end, -reach[(np.cumsum(alone) - 1)[which]])
 
-    work = np.empty((len(row), items.NUM_FIELDS + (items.NUM_PART_FIELDS * parts if window else 0)), np.int32)
-    if window is not None:
-        stop = np.minimum(key + tile_n, abs(limit))
-        seen = _Masked(owner, key, stop, visible_end_over(np.maximum, segments, key, stop))
-        total = np.bincount(tile, blocks, len(row)).astype(np.int64)
-        work[:, items.NUM_FIELDS :] = _walks(tiles, seen, first_key, total, tokens // parts, parts)
+    work = np.empty((len(row), items.NUM_FIELDS + items.NUM_PART_FIELDS * parts), np.int32)
+    stop = np.minimum(key + tile_n, abs(limit))
+    seen = _Masked(owner, key, stop, visible_end_over(np.maximum, segments, key, stop))
+    total = np.bincount(tile, blocks, len(row)).astype(np.int64)
+    work[:, items.NUM_FIELDS :] = _walks(tiles, seen, first_key, total, tokens // parts, parts)
     work[:, items.ROW], work[:, items.ROW_END] = row, row_end
     first_of = np.append(-1, owner)[:-1] != owner
     work[owner[first_of], items.KEY], work[owner[first_of], items.LIMIT] = key[first_of], limit[first_of]
@@ -182,19 +191,26 @@ def _first_keys(segments: Segments, window: Window) -> IntArray:
 
 
 def tile_cost(work: Table) -> npt.NDArray[np.float64]:
-    """[n] time that each tile takes, in unmasked blocks. With a window, the time of the part that walks the most."""
+    """[n] time that each tile takes, in unmasked blocks: the time of the part that walks the most."""
     blocks, masked = work[:, items.BLOCKS], work[:, items.MASKED]
-    if work.shape[1] == items.NUM_FIELDS:
-        return blocks + MASKED_COST * masked
     parts = work[:, items.NUM_FIELDS :].reshape(len(work), -1, items.NUM_PART_FIELDS)
     between = parts[:, :, items.BEGIN] + parts[:, :, items.REST] - parts[:, :, items.END]
     walked = blocks - between.min(axis=1)
     return walked + MASKED_COST_OF_SOME * (walked - (blocks - masked))
 
 
-def _paths(segments: Segments, tiles: _Tiles) -> _Intervals:
+def tiled_runs(segments: Segments, tokens: int, by_segment: bool) -> tuple[IntArray, IntArray]:
+    """Rows [begin, end) that tiles of `tokens` rows cover one after another: of each group or each segment."""
+    if not by_segment:
+        return segments.first_query, segments.subtree_end[segments.roots]
+    begin, end = segments.offsets[:-1], segments.offsets[1:]
+    before = np.clip(segments.first_query[segments.group_of_segment] - begin, 0, end - begin)
+    return np.where(before == end - begin, end, begin + before // tokens * tokens), end
+
+
+def _paths(segments: Segments, tiles: _Tiles, by_segment: bool) -> _Intervals:
     """Find the intervals of keys of each tile without a window: whole paths."""
-    begin_of, above, number_of = _intervals(segments)
+    begin_of, above, number_of = _intervals(segments, by_segment)
     number = number_of[tiles.first]
     start = np.cumsum(number) - number
     tile = np.repeat(np.arange(len(number)), number)
@@ -205,10 +221,10 @@ def _paths(segments: Segments, tiles: _Tiles) -> _Intervals:
         i, s = start[at] + number[at] - 1 - step, segment[at]
         begin[i], end[i], segment[at] = begin_of[s], segments.offsets[s + 1], above[s]
     end[start + number - 1] = tiles.row_end
-    return _Intervals(tile, begin, end, np.zeros(len(tile), bool))
+    return _Intervals(tile, begin, end, np.full(len(tile), by_segment))
 
 
-def _windows(segments: Segments, tiles: _Tiles, first_key: IntArray) -> _Intervals:
+def _windows(segments: Segments, tiles: _Tiles, first_key: IntArray, by_segment: bool) -> _Intervals:
     """Find the keys that each tile's rows see with a window, segment by segment of the path. Rows of later segments may
     see fewer keys of a segment above them than the first row, or keys that the first row does not see.
 
@@ -236,6 +252,7 @@ def _windows(segments: Segments, tiles: _Tiles, first_key: IntArray) -> _Interva
     order = np.argsort(found[0], kind="stable")  # from the root on
     owner, begin, end, segment = (x[order] for x in found)
     follows = (owner[1:] == owner[:-1]) & (begin[1:] == offsets[segment[1:]]) & (segment[:-1] == up[segment[1:]])
+    follows &= not by_segment
     joined = follows & (begin[1:] == end[:-1])
     heads, tails = np.append(True, ~joined)[: len(owner)], np.append(~joined, True)[: len(owner)]
     return _Intervals(owner[heads], begin[heads], end[tails], ~np.append(False, follows)[: len(owner)][heads])
@@ -300,8 +317,9 @@ def _over(op: np.ufunc, values: IntArray, begin: IntArray, end: IntArray) -> Int
     return np.where(begin < end, found, neutral)
 
 
-def _intervals(segments: Segments) -> tuple[IntArray, IntArray, IntArray]:
-    """Each segment's path as intervals of packed rows; segments whose rows follow one another are one interval.
+def _intervals(segments: Segments, by_segment: bool) -> tuple[IntArray, IntArray, IntArray]:
+    """Each segment's path as intervals of packed rows. Segments whose rows follow one another are one interval, unless
+    `by_segment`.
 
     Returns:
         Three arrays [S]: the first row of the interval that ends with the segment; the segment with which the interval
@@ -314,7 +332,7 @@ def _intervals(segments: Segments) -> tuple[IntArray, IntArray, IntArray]:
         present[s] = s if offsets[s] < offsets[s + 1] else up
         if up < 0:
             begin[s], above[s], number[s] = offsets[s], -1, 1
-        elif offsets[up + 1] == offsets[s]:
+        elif offsets[up + 1] == offsets[s] and not by_segment:
             begin[s], above[s], number[s] = begin[up], above[up], number[up]
         else:
             begin[s], above[s], number[s] = offsets[s], up, number[up] + 1

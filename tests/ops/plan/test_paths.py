@@ -42,9 +42,7 @@ def key_blocks(item, regions, tile_n):
 
 
 def walks(item, row, row_end, tokens):
-    """(rows, blocks that they walk) of each part of a tile that has rows; without a window all of them walk all."""
-    if len(item) == items.NUM_FIELDS:
-        return [(np.arange(row, row_end), range(item[items.BLOCKS]))]
+    """(rows, blocks that they walk) of each part of a tile that has rows."""
     found, parts = [], item[items.NUM_FIELDS :].reshape(-1, items.NUM_PART_FIELDS)
     for part, (begin, end, rest) in enumerate(parts.tolist()):
         rows = np.arange(row + tokens // len(parts) * part, min(row + tokens // len(parts) * (part + 1), row_end))
@@ -55,13 +53,13 @@ def walks(item, row, row_end, tokens):
     return found
 
 
-def walk(seg, tokens, tile_n, window=None, parts=1):
+def walk(seg, tokens, tile_n, window=None, parts=1, by_segment=False):
     """Counts of what the kernel would do: rows taken [T], pairs [T, T + tile_n] of query and key rows added."""
     total = seg.total
     visible_end = np.append(seg.visible_end, np.zeros(tile_n, int))  # as the device has it
     taken, pairs = np.zeros(total, int), np.zeros((total, total + tile_n), int)
     first_key = np.zeros(total, int) if window is None else first_keys(seg, window)
-    work = path_work(seg, tokens, tile_n, window, parts)
+    work = path_work(seg, tokens, tile_n, window, parts, by_segment)
     assert work.items.dtype == work.regions.dtype == np.int32
     regions = work.regions.astype(int)
     for item in work.items.astype(int):
@@ -92,14 +90,16 @@ def walk(seg, tokens, tile_n, window=None, parts=1):
     return taken, pairs
 
 
-def check(seg, tokens, tile_n, window=None, parts=1):
-    taken, pairs = walk(seg, tokens, tile_n, window, parts)
+def check(seg, tokens, tile_n, window=None, parts=1, by_segment=False):
+    taken, pairs = walk(seg, tokens, tile_n, window, parts, by_segment)
     asked = np.ones(seg.total, bool)
     if seg.silent is not None:
         roots = np.flatnonzero(seg.parent == -1)
         asked = np.arange(seg.total) >= (seg.offsets[roots] + seg.silent)[seg.group_of_row]
         only = seg.group_rows == np.minimum(seg.silent, seg.group_rows)  # of these the last row is taken
-        assert not taken[~asked & ~only[seg.group_of_row]].any()
+        near = np.append(asked, np.zeros(tokens, bool))  # by segment, tiles begin up to so many rows before
+        near = np.lib.stride_tricks.sliding_window_view(near, tokens)[: seg.total].any(1) if by_segment else asked
+        assert not taken[~near & ~only[seg.group_of_row]].any()
     assert (taken[asked] == 1).all()
     assert (taken <= 1).all()
     assert (pairs[:, : seg.total] == rule(seg, window) * taken[:, None]).all()
@@ -107,20 +107,20 @@ def check(seg, tokens, tile_n, window=None, parts=1):
 
 
 @examples(300)
-@given(trees(max_segments=24, length=lengths), st.sampled_from(TILES), st.integers(1, MAX_PACKED_HEADS))
-@example(([0, 128, 256, 384, 512], [-1, 0, 1, 0]), TILES[0], 4)
-@example(([0, 0, 0, 1], [-1, 0, 1]), TILES[0], 1)
-def test_items_cover_each_visible_pair_once(tree, tile, heads):
+@given(trees(max_segments=24, length=lengths), st.sampled_from(TILES), st.integers(1, MAX_PACKED_HEADS), st.booleans())
+@example(([0, 128, 256, 384, 512], [-1, 0, 1, 0]), TILES[0], 4, False)
+@example(([0, 0, 0, 1], [-1, 0, 1]), TILES[0], 1, False)
+def test_items_cover_each_visible_pair_once(tree, tile, heads, by_segment):
     seg = of(Layout.from_segments(*tree))
     if seg.total <= 1500:
-        check(seg, tile.tokens(heads), tile.tile_n)
+        check(seg, tile.tokens(heads), tile.tile_n, None, tile.parts, by_segment)
 
 
 @examples(100)
-@given(trees(max_segments=24, length=lengths), st.sampled_from(TILES), st.integers(1, MAX_PACKED_HEADS))
-def test_rows_of_a_path_that_do_not_ask_have_no_items(tree, tile, heads):
+@given(trees(max_segments=24, length=lengths), st.sampled_from(TILES), st.integers(1, MAX_PACKED_HEADS), st.booleans())
+def test_rows_of_a_path_that_do_not_ask_have_no_items(tree, tile, heads, by_segment):
     if (found := below_a_path(tree)) is not None:
-        check(found[0], tile.tokens(heads), tile.tile_n)
+        check(found[0], tile.tokens(heads), tile.tile_n, None, tile.parts, by_segment)
 
 
 windows = st.one_of(
@@ -131,14 +131,47 @@ windows = st.one_of(
 
 @examples(300)
 @given(
-    trees(max_segments=24, length=lengths), st.sampled_from(TILES_OF_WINDOWS), st.integers(1, MAX_PACKED_HEADS), windows
-)
-@example(([0, 300, 700, 900], [-1, 0, 0]), TILES[0], 4, Window(size=64))  # begin and end of responses within a tile
-@example(([0, 300, 320, 330, 1000], [-1, 0, 1, 0]), TILES[0], 4, Window(size=24))
-def test_items_cover_each_pair_of_a_window_once(tree, tile, heads, window):
+    trees(max_segments=24, length=lengths), st.sampled_from(TILES_OF_WINDOWS), st.integers(1, MAX_PACKED_HEADS),
+    windows, st.booleans(),
+)  # fmt: skip
+@example(([0, 300, 700, 900], [-1, 0, 0]), TILES[0], 4, Window(size=64), False)  # begin and end of responses in a tile
+@example(([0, 300, 320, 330, 1000], [-1, 0, 1, 0]), TILES[0], 4, Window(size=24), False)
+def test_items_cover_each_pair_of_a_window_once(tree, tile, heads, window, by_segment):
     seg = of(Layout.from_segments(*tree))
     if seg.total <= 1500:
-        check(seg, tile.tokens(heads), tile.tile_n, window, tile.parts)
+        check(seg, tile.tokens(heads), tile.tile_n, window, tile.parts, by_segment)
+
+
+def steps_of_rows(seg, rows, tokens, tile_n, window, parts):
+    """What the kernel does for each of `rows` by segment: its place in its tile; the tile's blocks in order, as
+    positions on the path, with limits; and what each part walks."""
+    work, found = path_work(seg, tokens, tile_n, window, parts, by_segment=True), {}
+    for item in work.items.astype(int):
+        row, row_end = item[items.ROW], item[items.ROW_END]
+        blocks = key_blocks(item, work.regions.astype(int), tile_n)
+        keys = [(seg.position[first], None if limit is None else abs(limit) - first) for first, limit in blocks]
+        for own in range(row, row_end):
+            found[own] = own - row, row_end - row, keys, item[items.MASKED], item[items.NUM_FIELDS :].tolist()
+    return [found[row] for row in rows]
+
+
+@examples(150)
+@given(
+    trees(max_segments=12, length=lengths), st.sampled_from(TILES_OF_WINDOWS), st.integers(1, MAX_PACKED_HEADS),
+    st.one_of(st.none(), windows), st.randoms(use_true_random=False),
+)  # fmt: skip
+def test_by_segment_a_row_is_computed_alike_whatever_else_is_packed(tree, tile, heads, window, draw):
+    offsets, parent = tree
+    seg = of(Layout.from_segments(*tree))
+    if not 0 < seg.total <= 2000:
+        return
+    path = [draw.randrange(len(parent))]
+    while parent[path[0]] >= 0:
+        path.insert(0, parent[path[0]])
+    alone = of(Layout.from_segments(np.cumsum([0, *seg.lengths[path]]).tolist(), range(-1, len(path) - 1)))
+    rows = np.concatenate([np.arange(offsets[s], offsets[s + 1]) for s in path])
+    shape = tile.tokens(heads), tile.tile_n, window, tile.parts
+    assert steps_of_rows(seg, rows, *shape) == steps_of_rows(alone, np.arange(alone.total), *shape)
 
 
 @examples(150)
@@ -159,7 +192,7 @@ def test_windows_of_tiny_segments(tree, tokens, window):
 def test_a_window_beyond_all_paths_changes_no_block():
     seg = of(Layout.from_segments(*random_tree(0, 60, 9, 80)))
     full, far = path_work(seg, 64, 64), path_work(seg, 64, 64, Window(size=seg.total))
-    assert (full.items == far.items[:, : items.NUM_FIELDS]).all()
+    assert (full.items == far.items).all()
     assert (full.regions == far.regions).all()
 
 
@@ -239,7 +272,7 @@ def test_an_unmasked_block_with_an_invisible_key_is_noticed(monkeypatch):
 def test_empty_layouts():
     for tree in (([0], []), ([0, 0, 0, 0], [-1, 0, -1])):
         work = path_work(of(Layout.from_segments(*tree)), 64, 128)
-        assert work.items.shape == (0, items.NUM_FIELDS)
+        assert work.items.shape == (0, items.NUM_FIELDS + items.NUM_PART_FIELDS)
         assert work.regions.shape == (1, 2), "not empty"
 
 

@@ -1,0 +1,167 @@
+"""`python -m tools.invariance`: how many rows of `dualkv.attention` change their bits with what they are packed with.
+
+Random layouts of groups and trees, head dims, GQA ratios, dtypes, features and sizes of scores. Each layout is computed
+as a whole, and some of its sequences again: alone, a few of them, groups in another order, and of half of the KV heads.
+A row counts as differing if a bit of its out or lse does. `--as-it-stands` counts without `batch_invariant`.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import torch
+import typer
+
+import dualkv
+from dualkv import Layout
+from tools.bench.record import OptionalJsonPath, Record
+
+HEADS = ((64, 64, 8, 1), (64, 64, 4, 4), (128, 128, 8, 2), (128, 128, 7, 1), (128, 128, 2, 2), (256, 256, 8, 4))
+OTHERS = ((96, 96, 4, 2), (192, 192, 4, 1), (192, 128, 4, 4), (512, 512, 4, 2))
+FEATURES: tuple[dict[str, Any], ...] = (
+    {}, {"window": 100}, {"window": 3000}, {"chunk": 200}, {"softcap": 30.0}, {"sinks": True},
+)  # fmt: skip
+FEATURES_OF_KERNELS = (("window", True), ("window", False), ("softcap", False), ("sinks", False))  # whether short
+
+
+class Case(NamedTuple):
+    """A layout and a call: lengths and parents of segments; D, Dv, H and Hk; what scores are multiplied by."""
+
+    lengths: tuple[int, ...]
+    parent: tuple[int, ...]
+    heads: tuple[int, int, int, int]
+    dtype: str
+    scale: float
+    features: dict[str, Any]
+    seed: int
+
+
+def length(rng: random.Random) -> int:
+    kind = rng.random()
+    if kind < 0.15:
+        return rng.randint(0, 3)
+    if kind < 0.4:
+        return rng.randint(1, 100)
+    return rng.randint(1, 600) if kind < 0.9 else rng.randint(600, 2500)
+
+
+def draw(rng: random.Random, seed: int) -> Case:
+    """A case of up to 6,000 rows: prompts with responses, every third one with trees of up to five levels."""
+    lengths: list[int] = []
+    parent: list[int] = []
+    deep = rng.random() < 0.35
+    for _ in range(rng.randint(1, 3)):
+        path = [len(lengths)]
+        lengths.append(length(rng))
+        parent.append(-1)
+        for _ in range(rng.randint(1, 9)):
+            level = rng.randint(1, min(len(path), 4)) if deep else 1
+            parent.append(path[level - 1])
+            path = [*path[:level], len(lengths)]
+            lengths.append(length(rng))
+        if sum(lengths) > 6000:
+            break
+    heads = rng.choice(HEADS if rng.random() < 0.9 else OTHERS)
+    features = rng.choice(FEATURES) if rng.random() < 0.4 and heads in HEADS else {}
+    dtype = rng.choice(("bf16", "bf16", "fp16"))
+    return Case(tuple(lengths), tuple(parent), heads, dtype, rng.choice((1.0, 4.0, 8.0, 30.0)), features, seed)
+
+
+def parts(case: Case, rng: random.Random) -> Iterator[list[int]]:
+    """Segments of some sequences at a time, in the order of a layout of their own."""
+    parent = case.parent
+    leaves = [s for s in range(len(parent)) if s not in parent]
+    groups = [s for s in range(len(parent)) if parent[s] < 0]
+    root: dict[int, int] = {}
+    for s, p in enumerate(parent):
+        root[s] = s if p < 0 else root[p]
+    for count in {1, 2, max(len(leaves) // 2, 1), len(leaves)}:
+        some, taken = rng.sample(leaves, min(count, len(leaves))), set()
+        for s in some:
+            while s >= 0 and s not in taken:
+                taken.add(s)
+                s = parent[s]
+        order = rng.sample(groups, len(groups))
+        yield [s for group in order for s in range(len(parent)) if s in taken and root[s] == group]
+
+
+def differing(case: Case, device: str, rng: random.Random, **asked: Any) -> tuple[int, int]:
+    """(rows that differ, rows compared), over all parts of a case."""
+    dim, dim_v, heads, kv_heads = case.heads
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[case.dtype]
+    offsets = np.cumsum([0, *case.lengths])
+    generator = torch.Generator(device).manual_seed(case.seed)
+
+    def made(heads: int, dim: int) -> torch.Tensor:
+        return torch.randn(int(offsets[-1]), heads, dim, device=device, dtype=torch.float32, generator=generator)
+
+    q, k, v = (made(heads, dim) * case.scale).to(dtype), made(kv_heads, dim).to(dtype), made(kv_heads, dim_v).to(dtype)
+    features = dict(case.features)
+    if "sinks" in features:
+        features["sinks"] = torch.randn(heads, device=device, generator=generator) * case.scale
+
+    def call(segments: list[int], of_kv: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows = torch.from_numpy(np.concatenate([np.arange(offsets[s], offsets[s + 1]) for s in segments])).to(device)
+        place = {s: i for i, s in enumerate(segments)}
+        layout = Layout.from_segments(
+            np.cumsum([0, *(case.lengths[s] for s in segments)]).tolist(),
+            [place.get(case.parent[s], -1) for s in segments],
+            device,
+        )
+        of_q = of_kv * (heads // kv_heads)
+        given = dict(features)
+        if "sinks" in given:
+            given["sinks"] = given["sinks"][:of_q]
+        some_q, some_k, some_v = (x[rows, :n].contiguous() for x, n in ((q, of_q), (k, of_kv), (v, of_kv)))
+        given |= asked
+        out, lse = dualkv.attention(some_q, some_k, some_v, layout, **given, return_lse=True)
+        return out, lse, rows
+
+    out, lse, _ = call(list(range(len(case.lengths))), kv_heads)
+    bad = compared = 0
+    for segments in parts(case, rng):
+        fewer = kv_heads if kv_heads == 1 or rng.random() < 0.8 else kv_heads // 2
+        its_out, its_lse, rows = call(segments, fewer)
+        of_q = its_out.shape[1]
+        same = (its_out == out[rows, :of_q]).flatten(1).all(1) & (its_lse == lse[:of_q, rows]).all(0)
+        bad += int((~same).sum())
+        compared += len(rows)
+    return bad, compared
+
+
+def main(
+    layouts: Annotated[int, typer.Option(help="random layouts")] = 5000,
+    seconds: Annotated[float, typer.Option(help="no layout begins after so many")] = 1e9,
+    seed: int = 0,
+    device: str = "cuda",
+    as_it_stands: bool = False,
+    json: OptionalJsonPath = None,
+) -> None:
+    """Count rows that differ in bits over random layouts."""
+    record = Record(json, gpu=device != "cpu")
+    rng, begin = random.Random(seed), time.time()
+    counts: Counter[str] = Counter()
+    worst: list[dict[str, Any]] = []
+    for number in range(layouts):
+        if time.time() - begin > seconds:
+            break
+        case = draw(rng, number)
+        if sum(case.lengths) == 0:
+            continue
+        bad, compared = differing(case, device, rng, batch_invariant=not as_it_stands)
+        counts.update(layouts=1, rows=compared, differ=bad, layouts_that_differ=bad > 0)
+        if bad and len(worst) < 5:
+            worst.append(case._asdict() | {"differ": bad, "of": compared})
+            print(worst[-1], flush=True)
+    print(dict(counts), f"{time.time() - begin:.0f} s")
+    record.write({"seed": seed, "batch_invariant": not as_it_stands, **counts, "first": worst})
+    raise SystemExit(counts["differ"] > 0 and not as_it_stands)
+
+
+if __name__ == "__main__":
+    typer.run(main)
