@@ -17,7 +17,8 @@ if TYPE_CHECKING or not IS_THE_COMMAND:  # the command line refuses a bad file b
     from dualkv.logprobs import response_logprobs
     from dualkv.ops.attention import attention
     from dualkv.row_costs import measure_rows
-    from dualkv.walks import walk, walk_passes, walk_values, walk_whole
+    from dualkv.walked_values import KnownLoss, walk_values, walk_whole
+    from dualkv.walks import walk, walk_passes
 
 if TYPE_CHECKING:  # what __getattr__ brings
     from dualkv import grpo, integrations
@@ -29,6 +30,7 @@ if TYPE_CHECKING:  # what __getattr__ brings
 __version__ = "0.2.0"
 __all__ = [
     "Head",
+    "KnownLoss",
     "Layout",
     "Memory",
     "MemoryPlan",
@@ -79,8 +81,9 @@ _MODULES = {
     "measure_rows": "row_costs",
     "walk": "walks",
     "walk_passes": "walks",
-    "walk_values": "walks",
-    "walk_whole": "walks",
+    "KnownLoss": "walked_values",
+    "walk_values": "walked_values",
+    "walk_whole": "walked_values",
     "packed_vs_separate": "canary",
     "observe": "observer",
     "RecomputePasses": "recompute_passes",

@@ -132,21 +132,23 @@ class State:
 
     Attributes:
         training: whether trunks run twice.
-        again: whether the parts ran before, in a walk without a graph whose random numbers each of them draws again.
+        followed: whether another walk of the same parts may follow; by default one without graphs is.
+        again: whether the parts ran before, in a walk whose random numbers each of them draws again.
         trunks: branches of trunks that keep their tensors from that walk on.
         modes: whether modules train (:meth:`dualkv.branches.Branch.check_module`).
         writes: into parameters of modules, counted there; None on ranks that gather parameters from each other.
     """
 
-    def __init__(self, training: bool) -> None:
+    def __init__(self, training: bool, followed: bool | None = None) -> None:
         self.training, self.again = training, False
+        self.followed = not training if followed is None else followed
         self.trunks: dict[int, Branch] = {}
         self.modes: dict[Any, bool] = {}
         self.writes: dict[Any, int] | None = {}
         self._random: dict[int, list[torch.Tensor]] = {}
 
     def then(self) -> State:
-        """Return the state of the walk with graphs that follows one without."""
+        """Return the state of the walk with graphs that follows."""
         found = State(True)
         found.again, found.trunks, found.modes, found.writes = True, self.trunks, self.modes, self.writes
         found._random = self._random
@@ -156,7 +158,7 @@ class State:
         """Make the context of a pass: the second pass of a part draws the random numbers of the first one."""
         if part.index in self._random and (self.again or self.training):
             return _drawing_again(self._random[part.index], part.device)
-        if part.is_trunk or not self.training:
+        if part.is_trunk or self.followed:
             self._random[part.index] = _random_states(part.device)
         return nullcontext()
 
@@ -246,7 +248,7 @@ def part_passes(
         state: with or without graphs; that of :meth:`State.then` draws the random numbers of the walk before.
         refusal: an error of this rank in place of parts.
     """
-    own = _own_passes(parts, keeping or Keeping(), state)
+    own = own_passes(parts, keeping or Keeping(), state)
     kinds = mine = _kinds(parts, state.training)
     if group is not None:
         state.writes = None
@@ -270,7 +272,7 @@ def part_passes(
     next(own, None)  # checks that the last one was run
 
 
-def _own_passes(
+def own_passes(
     parts: Sequence[TreePart], keeping: Keeping, state: State, leaves_trunks: bool = False
 ) -> Iterator[Pass]:
     """leaves_trunks: without graphs, leave the first trunks in the state for the walk with graphs that follows."""
@@ -364,7 +366,8 @@ def walk(
         loss: of a part: (hidden states, part) -> a scalar, the part's share of the loss. It is called for parts that
             predict trained tokens. :func:`dualkv.response_logprobs` takes the part in the place of a batch,
             `part.expand` brings its values to the rollouts, and `part.places` are their places in
-            `torch.cat(batch.unpack(...))`. Losses that are no sum over tokens: :func:`walk_whole`.
+            `torch.cat(batch.unpack(...))`. Losses that are no sum over tokens:
+            :func:`dualkv.walk_whole`.
         gradients: torch.float32 or bfloat16, the sums of gradients of kept keys and values (float64 for float64).
         on_host: keep keys, values and states in host memory, pinned for a GPU.
 
@@ -380,7 +383,7 @@ def walk(
         RuntimeError: keys or values that are written in place behind their layer.
     """
     keeping, parts = Keeping(gradients, on_host), parts_of(batch, budget)
-    _check_functions(forward=(forward, "(input_ids, branch)"), loss=(loss, "(hidden states, part)"))
+    check_functions(forward=(forward, "(input_ids, branch)"), loss=(loss, "(hidden states, part)"))
     total: list[torch.Tensor] = []
     for one in walk_passes(batch, parts, keeping):
         value = None
@@ -396,151 +399,7 @@ def walk(
     return torch.stack(total).sum() if total else torch.zeros((), device=batch.device)
 
 
-def walk_values(
-    batch: PackedSequences,
-    budget: Budget,
-    forward: Callable[[torch.Tensor, Branch], Any],
-    values: Callable[[Any, TreePart], torch.Tensor],
-    *,
-    gradients: torch.dtype = torch.float32,
-    on_host: bool = False,
-) -> torch.Tensor:
-    """Values of all tokens, log-probs for example, whose backward is a walk: for losses that need whole sequences,
-    pairs or groups, and for trainers that call `backward` themselves.
-
-        logp = walk_values(batch, budget, forward, values)
-        loss_of(logp).backward()
-
-    A first walk computes the values without a graph. When their gradients arrive, a second walk carries them into the
-    model, with the random numbers and the autocast of the first one. This is exact for any differentiable loss. It
-    costs one more forward of all rows but those of the first trunks, whose keys and values wait, unless the batch fits
-    into one part. Parameters must not change in between.
-
-    Args:
-        batch, budget, gradients, on_host: as for :func:`walk`.
-        forward: of a part, as for :func:`walk`; what it returns is handed to `values`.
-        values: of a part: (what `forward` returned, part) -> [n] or [n, K], values of `part.places`, such as
-            `part.expand(logp)`.
-
-    Returns:
-        [N] or [N, K], the values of all tokens, in the order of `torch.cat(batch.unpack(...))`.
-
-    Raises:
-        ValueError, TypeError: as :func:`walk`; values of another form, and a batch that counts no token; by the
-            backward for a transformers model that was in training mode in one of the walks, and not in the other, or
-            whose parameters have been written into in between.
-    """
-    parts = parts_of(batch, budget, values_first=True)
-    _check_functions(forward=(forward, "(input_ids, branch)"), values=(values, "(what forward returned, part)"))
-    keeping, training, first = Keeping(gradients, on_host), torch.is_grad_enabled(), State(False)
-    if not batch._mask.any():
-        raise ValueError("batch counts no token of any sequence, expected at least one: there are no values")
-
-    def checked(one: Pass) -> torch.Tensor:
-        own = values(forward(one.input_ids, one.branch), one.part)
-        check_used(one.part.seen, "forward returned values", "dualkv=branch")
-        if not isinstance(own, torch.Tensor):
-            raise TypeError(f"values returned a {type(own).__name__}, expected a tensor, [n] or [n, K]")
-        if own.dim() not in (1, 2) or len(own) != len(one.part.places):
-            raise ValueError(
-                f"values returned a tensor of shape {tuple(own.shape)}, expected {len(one.part.places)} values or rows,"
-                " one for each of part.places"
-            )
-        if one.has_graph and not own.requires_grad:
-            raise ValueError("values returned a tensor without a gradient in a walk that has gradients")
-        return own
-
-    def compute() -> torch.Tensor:
-        """Run the walk without a graph."""
-        places, found = list[torch.Tensor](), list[torch.Tensor]()
-        for one in _own_passes(parts, keeping, first, leaves_trunks=True):
-            with one:
-                if one.has_loss:
-                    found.append(checked(one))
-                    places.append(one.part.places)
-                else:
-                    forward(one.input_ids, one.branch)
-            one.backward()
-        return torch.cat(found)[torch.cat(places).argsort()]
-
-    def carry(of_values: torch.Tensor) -> None:
-        """Run the walk with graphs, from the gradients of the values."""
-        for one in _own_passes(parts, keeping, first.then()):
-            loss = None
-            with one:
-                if one.has_loss:
-                    loss = (checked(one) * of_values[one.part.places]).sum()
-                else:
-                    forward(one.input_ids, one.branch)
-            one.backward(loss)
-
-    if not training:
-        return compute()
-    if len(parts) == 1:
-        one = next(walk_passes(batch, parts, keeping))
-        with one:
-            own = checked(one)
-        batch.layout._segments.use.seen |= one.part.seen._segments.use.seen
-        return own[one.part.places.argsort()]
-    anchor = torch.zeros((), device=batch.device, requires_grad=True)
-    found: torch.Tensor = _Carried.apply(anchor, compute, carry)
-    return found
-
-
-class _Carried(torch.autograd.Function):
-    """Values that a function computes without a graph, and whose gradients another function takes."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: torch.Tensor, compute: Callable[[], torch.Tensor], carry: Callable[[torch.Tensor], None]
-    ) -> torch.Tensor:
-        ctx.carry = carry
-        kind = anchor.device.type
-        ctx.autocast = {
-            "device_type": kind, "dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)
-        }  # fmt: skip
-        return compute()
-
-    @staticmethod
-    def backward(ctx: Any, of_values: torch.Tensor) -> Any:
-        with torch.enable_grad(), torch.autocast(**ctx.autocast):
-            ctx.carry(of_values)
-        return None, None, None
-
-
-def walk_whole(
-    batch: PackedSequences,
-    budget: Budget,
-    forward: Forward,
-    values: Values,
-    loss: Callable[[torch.Tensor], torch.Tensor],
-    *,
-    gradients: torch.dtype = torch.float32,
-    on_host: bool = False,
-) -> torch.Tensor:
-    """:func:`walk` for a loss that needs whole sequences, pairs or groups: GSPO, means over a sequence, DPO.
-
-    Args:
-        batch, budget, forward, values, gradients, on_host: as for :func:`walk_values`, which says what it costs.
-        loss: the values of all tokens -> one number.
-
-    Returns:
-        The loss, without gradient.
-
-    Raises:
-        ValueError, TypeError: as :func:`walk_values`; a loss that is not one number, or has no gradient where the walk
-            has them.
-    """
-    _check_functions(loss=(loss, "the values"))
-    value = loss(walk_values(batch, budget, forward, values, gradients=gradients, on_host=on_host))
-    training = torch.is_grad_enabled()
-    check_loss(value, training)
-    if training:
-        value.backward()
-    return value.detach().reshape(())
-
-
-def _check_functions(**given: tuple[object, str]) -> None:
+def check_functions(**given: tuple[object, str]) -> None:
     for name, (function, form) in given.items():
         if not callable(function) and not (function is None and name == "loss"):
             raise TypeError(f"{name} is a {type(function).__name__}, expected a function of {form}")

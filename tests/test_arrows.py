@@ -37,6 +37,7 @@ ROWS: dict[tuple[str, ...], tuple[str, ...]] = {
         "dualkv/recompute_passes.py",
         "dualkv/row_costs.py",
         "dualkv/sequence_parallel.py",
+        "dualkv/walked_values.py",
         "dualkv/walks.py",
     ): ("dualkv/data/", "dualkv/ops/"),
     ("dualkv/integrations/",): ("dualkv/grpo.py",),

@@ -177,7 +177,7 @@ def _choose(tree: SharedPrefixes, memory: Memory) -> _Choice:
 
 
 def arrange(
-    batch: PackedSequences, shared: Callable[[], SharedPrefixes], memory: Memory
+    batch: PackedSequences, shared: Callable[[], SharedPrefixes], memory: Memory, values_first: bool = True
 ) -> tuple[list[TreePart], SharedPrefixes | None, str]:
     """Choose how :func:`dualkv.walk_values` computes a micro-batch.
 
@@ -185,6 +185,7 @@ def arrange(
         batch: of all sequences, as they share now.
         shared: what they share; asked where the batch does not fit into one pass.
         memory: the limit.
+        values_first: see :func:`dualkv.data.parts.plan_parts`.
 
     Returns:
         (parts of the batch, None, why); or, where copies of what they share take less time, ([], what they share then,
@@ -193,16 +194,18 @@ def arrange(
     Raises:
         ValueError: the smallest parts do not fit.
     """
-    walk = fitting(batch, memory, values_first=True)
+    walk = fitting(batch, memory, values_first)
     rows = batch.layout.num_tokens
     if walk is not None and len(walk.parts) == 1:
         return walk.parts, None, f"{rows:,} rows run in one pass"
     whole = shared()
     apart = replace(whole, common=np.zeros_like(whole.common))
-    others = [(_cut(x, memory, keeps_all, x is apart, True), x) for x in (apart, whole) for keeps_all in (True, False)]
+    others = [
+        (_cut(x, memory, keeps_all, x is apart, values_first), x) for x in (apart, whole) for keeps_all in (True, False)
+    ]
     found, of = min(((c, x) for c, x in others if c is not None), key=lambda one: one[0].time, default=(None, whole))
     if found is None or (walk is not None and walk.time <= (1 - MIN_GAIN) * found.time):
-        walk = walk or fitted(batch, memory, values_first=True)
+        walk = walk or fitted(batch, memory, values_first)
         than = "" if found is None else f", {found.time / walk.time:.2f} times as fast as copies of what is shared"
         return (
             walk.parts,

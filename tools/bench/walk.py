@@ -37,7 +37,8 @@ from dualkv.data.trees import PackedSequences, pack_sequences, plan_sequences
 from dualkv.logprobs import response_logprobs
 from dualkv.models import CONFIGS
 from dualkv.row_costs import Peak, measure_rows
-from dualkv.walks import walk, walk_values
+from dualkv.walked_values import walk_values
+from dualkv.walks import walk
 from tools.bench.record import JsonPath, Record
 from tools.bench.repeats import repeated
 

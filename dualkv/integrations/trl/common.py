@@ -27,7 +27,7 @@ from dualkv.integrations.transformers import adapters, enable, layers, recompute
 from dualkv.integrations.transformers.experts import load_balancing_loss
 from dualkv.prefixes import PrefixTree, shared_prefixes
 from dualkv.row_costs import measure_rows
-from dualkv.walks import walk_values
+from dualkv.walked_values import KnownLoss, walk_values
 
 Batch = dict[str, Any]
 logger = logging.getLogger(__name__)
@@ -77,6 +77,9 @@ class Walks:
     Attributes:
         budget: rows, or a limit of memory; True until it is measured, in the first micro-batch.
         head: the policy with TRL's head; None: what the trainer calls.
+        loss_of: the loss of what TRL's head will say of each token of the next micro-batch, [N, R] by name; None: not
+            known before.
+        known: losses of the micro-batches before.
     """
 
     SHARE = 0.9  # of the GPU's memory
@@ -84,14 +87,17 @@ class Walks:
     def __init__(self, trainer: Any, budget: bool | int | Memory) -> None:
         self.trainer, self.budget = trainer, budget
         self.head: Callable[..., Any] | None = None
+        self.loss_of: Callable[[dict[str, torch.Tensor]], torch.Tensor] | None = None
+        self.known = KnownLoss(torch.sum)
         self._said: set[str] = set()
 
-    def arrange(self, batch: PackedSequences) -> tuple[PackedSequences, int | list[TreePart]]:
+    def arrange(self, batch: PackedSequences, values_first: bool) -> tuple[PackedSequences, int | list[TreePart]]:
         """Choose how a micro-batch runs: as it is packed in one pass or in parts, cut, or left alone. Says why where
         that is another way than before.
 
         Args:
             batch: its rows have one label each.
+            values_first: see :func:`plan_parts`.
 
         Returns:
             (a batch of the same sequences in the same order, a budget of rows or its parts).
@@ -106,7 +112,10 @@ class Walks:
             return np.split(batch.input_ids[0].cpu().numpy()[batch._rows], ends)
 
         parts, shared, why = arrange(
-            batch, lambda: shared_prefixes(sequences()).at_least(MIN_SHARED).one_label_a_row(), self.budget
+            batch,
+            lambda: shared_prefixes(sequences()).at_least(MIN_SHARED).one_label_a_row(),
+            self.budget,
+            values_first,
         )
         if (way := why.translate(_NO_DIGITS)) not in self._said:
             self._said.add(way)
@@ -114,7 +123,7 @@ class Walks:
         if shared is not None:
             masks = np.split(batch._mask, ends)
             batch = pack_tree(shared.tree(), sequences(), masks, "roll", batch.device)
-            parts = plan_parts(batch, self.budget, values_first=True)
+            parts = plan_parts(batch, self.budget, values_first=values_first)
         return batch, parts
 
     def _bytes(self) -> float:
@@ -332,7 +341,11 @@ def walk_head(
         [N, R] by name, 0 where response_mask is not set.
     """
     tree = PackedSequences.from_batch(batch) if isinstance(batch, PackedBatch) else batch
-    tree, budget = walks.arrange(tree)
+    known = None
+    if torch.is_grad_enabled() and (loss_of := walks.loss_of) is not None:
+        known, walks.loss_of = walks.known, None
+        known.of_values = lambda found: loss_of(by_name(found))
+    tree, budget = walks.arrange(tree, known is None or not known.is_sum)
     wanted = tree.labels if counts is None else labels_of(tree, counts)
     made: dict[str, torch.dtype] = {}
 
@@ -346,10 +359,12 @@ def walk_head(
         columns = [x[0][part.predict_rows].to(outputs.log_probs.dtype) for x in found.values()]
         return part.expand(torch.stack(columns, 1))
 
-    found = walk_values(tree, budget, forward, values)
-    places = torch.arange(len(found), device=found.device)
-    columns = zip(made.items(), found.unbind(1), strict=True)
-    return {name: at_tokens(x[None].to(dtype), places, response_mask) for (name, dtype), x in columns}
+    def by_name(found: torch.Tensor) -> dict[str, torch.Tensor]:
+        places = torch.arange(len(found), device=found.device)
+        columns = zip(made.items(), found.unbind(1), strict=True)
+        return {name: at_tokens(x[None].to(dtype), places, response_mask) for (name, dtype), x in columns}
+
+    return by_name(walk_values(tree, budget, forward, values, loss=known))
 
 
 def labels_of(batch: PackedBatch | PackedSequences, counts: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ prompt are put together again.
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ from dualkv.integrations.trl.common import (
     tokens_of_rows,
     walk_head,
 )
+from dualkv.walked_values import autocast_of
 
 Base: Any = object  # stands for the trainer that follows the mixin
 
@@ -102,7 +104,8 @@ class PackedGroups(Base):
             (:func:`dualkv.walk_values`), with whole groups and their losses. A budget of rows; a
             :class:`dualkv.Memory`, in which the fastest way is taken: one pass, parts, or copies of what is shared,
             and a log entry says which and why; or True: the GPU's memory is measured in the first micro-batch.
-            None: in one pass. One process, models of text.
+            None: in one pass. One process, models of text. Gradients are added while the loss is computed, so each
+            loss needs one backward (:class:`dualkv.KnownLoss`).
 
     Raises:
         ValueError: by the constructor for a model that :func:`dualkv.integrations.transformers.enable` refuses, a
@@ -167,6 +170,8 @@ class PackedGroups(Base):
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Log-probs [B, R], entropies [B, R] if asked for, and the load balancing loss if asked for."""
         size = batch_size or len(input_ids)
+        if self._walks is not None and size < len(input_ids):  # the loss is one of all of them
+            self._walks.loss_of = None
         images = _media(others, len(input_ids))
         outputs = [
             self._packed(model, ids, mask, logits_to_keep, compute_aux_loss, images[i * size : (i + 1) * size])
@@ -240,6 +245,8 @@ class PackedGroups(Base):
     def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
         """The loss of a micro-batch. With the last one of a generation batch come the metrics of TRL's micro-batches:
         their means weigh all micro-batches alike, and TRL's shuffle puts other rollouts into each."""
+        if self._walks is not None and torch.is_grad_enabled() and self.accelerator.distributed_type == "NO":
+            self._walks.loss_of = partial(self._loss_of, inputs, autocast_of(self.accelerator.device))
         if AT not in inputs:
             loss: torch.Tensor = super()._compute_loss(model, inputs)
             return loss
@@ -260,6 +267,16 @@ class PackedGroups(Base):
             order = at.argsort().to(loss.device)
             split = [of_all[order].split(len(inputs[AT])) for of_all in values]
             self._count_as_trl(model, list(zip(*split, strict=True)))
+        return loss
+
+    def _loss_of(self, inputs: Batch, autocast: dict[str, Any], values: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Compute TRL's loss of a micro-batch whose log-probs and entropies are given, and leave the trainer as it
+        is."""
+        with Changes(self) as changes, torch.autocast(**autocast):
+            changes.replace("_metrics", {mode: defaultdict(list) for mode in self._metrics})
+            changes.replace(LOG_PROBS, lambda *_, **__: (values["log_probs"], values.get("entropy"), None))
+            with changes.watched():  # the controller of entropies
+                loss: torch.Tensor = super()._compute_loss(self.model, inputs)
         return loss
 
     def _count_as_trl(self, model: Any, values: list[tuple[torch.Tensor, ...]]) -> None:

@@ -135,6 +135,68 @@ def test_log_probs_and_gradients(folder: Path, model: str, make: Any, walk: Any,
     assert_close("gradients", torch.cat(gradients), torch.cat(expected), 1e-4)
 
 
+BONUS = {"entropy_coef": 0.1, "_entropy_bonus_enabled": True}
+LOSSES: list[dict[str, Any]] = [
+    *({"loss_type": x} for x in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")),
+    {"importance_sampling_level": "sequence", "beta": 0.1},
+    {"off_policy_mask_threshold": 0.02, **BONUS},
+    {"use_adaptive_entropy": True, "_last_world_entropy": 0.0, "_entropy_window_stats": None, **BONUS},
+    {"top_entropy_quantile": 0.5},
+]
+
+
+def test_losses_that_are_sums_over_rollouts_take_one_walk(
+    folder: Path, kinds: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some rollouts end within others, and some are equal. Entropies above a quantile are those of other rollouts."""
+    settings = {"entropy_target": 9.0, "entropy_coef_max": 0.2, "entropy_coef": 0.1, "gradient_checkpointing": False}
+    trainer = make_trainer(walking(GRPOTrainer, 4), folder, **settings)
+    trainer.current_gradient_accumulation_steps = 2
+    (packed, stock), model, metrics = both(trainer), trainer.model.train(), trainer._metrics["train"]
+    ids, mask, room = batch_of_turns()
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        logps = stock(model, ids, mask, room)[0]
+    inputs = {
+        "prompt_ids": ids[:, :-room],
+        "prompt_mask": mask[:, :-room],
+        "completion_ids": ids[:, -room:],
+        "completion_mask": mask[:, -room:],
+        "advantages": torch.randn(len(ids), generator=draw),
+        "num_items_in_batch": mask[:, -room:].sum(),
+        "old_per_token_logps": logps + 0.3 * torch.randn(logps.shape, generator=draw),
+        "ref_per_token_logps": logps + 0.1 * torch.randn(logps.shape, generator=draw),
+    }
+    walks, known = trainer._walks, trainer._walks.known
+    for loss_settings in LOSSES:
+        found = []
+        kinds.clear()
+        for compute, own in ((packed, walks), (stock, None)):
+            with monkeypatch.context() as patch:
+                state = {"_walks": own, "_get_per_token_logps_and_entropies": compute, **loss_settings}
+                for name, value in state.items():
+                    patch.setattr(trainer, name, value)
+                metrics.clear()
+                model.zero_grad()
+                loss = trainer._compute_loss(model, inputs)
+                loss.backward()
+                gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
+                found.append(
+                    ([loss.item()], gradients, {name: x for name, x in metrics.items() if "dualkv" not in name})
+                )
+        (ours, gradients, our_metrics), (theirs, expected, their_metrics) = found
+        assert ours == pytest.approx(theirs, abs=1e-6), loss_settings
+        assert our_metrics == {name: pytest.approx(x, rel=1e-4, abs=1e-6) for name, x in their_metrics.items()}
+        assert_close(str(loss_settings), gradients, expected, 1e-5)
+        assert kinds == {"FT", "GT", "G"}
+        assert known.factor == 1.0
+        assert known.is_sum == ("top_entropy_quantile" not in loss_settings), loss_settings
+    known.is_sum = True
+    trainer._compute_loss(model, inputs)
+    with pytest.raises(RuntimeError, match="backward of the values of the walk before did not run"):
+        trainer._compute_loss(model, inputs)
+
+
 IPO = {"loss_type": ["sigmoid", "sft", "ipo"], "loss_weights": [1.0, 0.5, 0.1], "ld_alpha": 0.5}
 ANSWERS: dict[str, Any] = {
     "dpo": (DPOTrainer, trl.DPOTrainer, partial(dpo, **IPO)),
