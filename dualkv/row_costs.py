@@ -192,6 +192,16 @@ def _leaves(value: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
+SHARE = 0.9  # of a GPU's memory that plans may count on
+
+
+def room(device: torch.device, to_come: int) -> float:
+    """Return the bytes of a GPU that passes may take beside what is allocated now and so many bytes that will be."""
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    return SHARE * total - others - torch.cuda.memory_allocated(device) - to_come
+
+
 class Peak:
     """The most bytes of tensors in a `with` statement beyond those at its beginning, in `bytes`."""
 

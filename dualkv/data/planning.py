@@ -210,7 +210,7 @@ def arrange(
         return (
             walk.parts,
             None,
-            f"{rows:,} rows are walked in {len(walk.parts)} parts of up to {walk.rows:,} rows{than}",
+            f"{rows:,} rows are walked in {len(walk.parts)} parts{than}: {walk}",
         )
     if of is apart:
         return [], apart, f"{len(whole)} sequences are left alone: sharing would save less than {MIN_GAIN:.0%}"

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import statistics
 import tempfile
 import time
@@ -379,6 +380,8 @@ def main(
         raise typer.BadParameter(f"{unknown[0]!r} is no trace")
     given = {name: value for name, value in locals().items() if name in Settings.__dataclass_fields__}
     settings = Settings(**given | {"trace": None, "distance": False})
+    logging.basicConfig()
+    logging.getLogger("dualkv").setLevel(logging.INFO)  # walks log what they measure and plan
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     record = Record(json_to, cuda)

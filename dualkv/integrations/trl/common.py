@@ -26,7 +26,7 @@ from dualkv.integrations.patching import Changes
 from dualkv.integrations.transformers import adapters, enable, layers, recompute_layers, support
 from dualkv.integrations.transformers.experts import load_balancing_loss
 from dualkv.prefixes import PrefixTree, shared_prefixes
-from dualkv.row_costs import measure_rows
+from dualkv.row_costs import measure_rows, room
 from dualkv.walked_values import KnownLoss, walk_values
 
 Batch = dict[str, Any]
@@ -82,8 +82,6 @@ class Walks:
         known: losses of the micro-batches before.
     """
 
-    SHARE = 0.9  # of the GPU's memory
-
     def __init__(self, trainer: Any, budget: bool | int | Memory) -> None:
         self.trainer, self.budget = trainer, budget
         self.head: Callable[..., Any] | None = None
@@ -104,6 +102,7 @@ class Walks:
         """
         if self.budget is True:
             self.budget = Memory(self._bytes(), self._costs(batch))
+            logger.info("walk: %s", self.budget)
         if not isinstance(self.budget, Memory):
             return batch, self.budget
         ends = np.cumsum(batch._lens)[:-1]
@@ -137,14 +136,12 @@ class Walks:
             raise ValueError(
                 f"walk is True on {device}, expected rows or a dualkv.Memory: only a GPU says what is free"
             )
-        free, total = torch.cuda.mem_get_info(device)
-        others = total - free - torch.cuda.memory_reserved(device)
         trained = [p for p in self.trainer.model.parameters() if p.requires_grad]
         optimizer = self.trainer.optimizer
         to_come = sum(p.nbytes for p in trained if p.grad is None)
         if optimizer is None or not optimizer.state:
             to_come += 2 * sum(p.nbytes for p in trained)
-        return float(self.SHARE * total - others - torch.cuda.memory_allocated(device) - to_come)
+        return room(device, to_come)
 
     def _costs(self, batch: PackedSequences) -> RowCosts:
         """Measure what a row and TRL's head take in training."""
