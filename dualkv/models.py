@@ -131,9 +131,10 @@ def load_model(name_or_path: str, dtype: torch.dtype, device: torch.device, seed
             model = auto.from_config(config, dtype=dtype)
     else:
         where = pretrained(name_or_path)
-        of_text = type(AutoConfig.from_pretrained(**where)) in AutoModelForCausalLM._model_mapping
+        config = AutoConfig.from_pretrained(**where)
+        of_text = type(config) in AutoModelForCausalLM._model_mapping
         auto = AutoModelForCausalLM if of_text else AutoModelForImageTextToText
-        model = auto.from_pretrained(**where, dtype=dtype)
+        model = auto.from_pretrained(**where, config=config, dtype=dtype)  # a GGUF file takes seconds to read
         if "gguf_file" in where:  # read into plain weights, which transformers still takes for quantized ones
             model.is_quantized, model.hf_quantizer = False, None
             vars(model.config).pop("quantization_config", None)

@@ -1,18 +1,23 @@
-"""Ranks of gloo on this host, for tests: forks of one fresh process, so that packages are imported once.
+"""Ranks of gloo on this host, for tests: forks of a process that imports packages once for all tests of a process.
 
-`python -m tests.ranks COUNT MODULE:FUNCTION ARGUMENT ...` calls the function on each rank, with its number and the
-arguments. The environment is that of torchrun, so that `dist.init_process_group("gloo")` needs no more.
+`on_ranks` calls a function on each rank, with its number and the arguments. The environment is that of torchrun, so
+that `dist.init_process_group("gloo")` needs no more.
 """
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
+import json
 import os
 import runpy
+import select
 import signal
 import subprocess
 import sys
+import tempfile
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -56,19 +61,51 @@ def one_rank() -> Iterator[None]:
             dist.destroy_process_group()
 
 
+class _Forks:
+    """A fresh process that forks ranks. It has no threads: a lock that another thread holds would stay locked."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self.environment = environment
+        once = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        command = [sys.executable, "-m", "tests.ranks"]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=environment | once, text=True, start_new_session=True, **pipes
+        )
+        atexit.register(self.close)
+
+    def run(self, *request: object) -> bool:
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        answers, _, _ = select.select([self.process.stdout], [], [], SECONDS)
+        return bool(answers) and self.process.stdout.readline() == "True\n"
+
+    def close(self) -> None:
+        """End the process, and its ranks, if there are any left."""
+        atexit.unregister(self.close)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
+
+
+_forks: list[_Forks] = []  # at most one
+
+
 def _started(count: int, function: str, *arguments: str) -> tuple[bool, str]:
     """(whether all ranks succeeded, what they printed)."""
-    command = [sys.executable, "-m", "tests.ranks", str(count), function, *arguments]
-    # One thread each, and none where the ranks are forked: a lock that another thread holds then stays locked.
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, text=True, start_new_session=True, **pipes) as process:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    if _forks and _forks[0].environment != environment:
+        _forks.pop().close()
+    if not _forks:
+        _forks.append(_Forks(environment))
+    with tempfile.NamedTemporaryFile("r", errors="replace") as log:
+        done = False
         try:
-            said, _ = process.communicate(timeout=SECONDS)
+            done = _forks[0].run(log.name, count, function, *arguments)
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # and the ranks, if there are any left
-    return process.returncode == 0, said
+            if not done:
+                _forks.pop().close()
+        return done, log.read()
 
 
 def script(rank: int, path: str, *options: str) -> None:
@@ -98,13 +135,27 @@ def _rank(rank: int, count: int, function: Callable[..., None], arguments: list[
         store.wait([f"done {other}" for other in range(count)])
 
 
-def main(count: str, function: str, *arguments: str) -> None:
-    module, name = function.split(":")
-    gc.disable()  # until the ranks are there: half a million objects of the imports, which none collects
-    given = int(count), getattr(importlib.import_module(module), name), list(arguments), os.pipe()
-    gc.freeze()
-    start_processes(_rank, given, int(count), start_method="fork")
+def main() -> None:
+    """Fork the ranks of each line of standard input; answer with a line that says whether they succeeded."""
+    gc.disable()  # half a million objects of the imports, which none collects
+    answers = os.fdopen(os.dup(1), "w")
+    for request in sys.stdin:
+        log, count, function, *arguments = json.loads(request)
+        file = os.open(log, os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, 1), os.dup2(file, 2), os.close(file)
+        module, name = function.split(":")
+        done = False
+        pipe = os.pipe()
+        try:
+            given = count, getattr(importlib.import_module(module), name), arguments, pipe
+            gc.freeze()
+            start_processes(_rank, given, count, start_method="fork")
+            done = True
+        except Exception:
+            traceback.print_exc()
+        sys.stdout.flush(), sys.stderr.flush(), os.close(pipe[0]), os.close(pipe[1])
+        print(done, file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

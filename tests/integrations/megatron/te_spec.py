@@ -1,12 +1,14 @@
 """Core attention of Transformer Engine's spec, which does not run on CPUs: a class with the interface of
-megatron-core's `TEDotProductAttention` stands in for it. Import this module before `dualkv.integrations.megatron`."""
+megatron-core's `TEDotProductAttention` stands in for it. Run this module in a fresh process: it must come before
+`dualkv.integrations.megatron`."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import sys
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.extensions import transformer_engine
 from megatron.core.models.gpt import gpt_layer_specs  # noqa: F401  (before the stand-in: it imports more of the package)
 
@@ -70,8 +72,8 @@ def of_engine() -> Any:
     return spec
 
 
-def main(rank: int, folder: str) -> None:
-    with cpu.rank():
+def main(file: str) -> None:
+    with cpu.rank(dist.HashStore()):
         cpu.parallel()
         local = outputs(build(enable(layer_spec()), {}))
         spec = enable(of_engine())
@@ -85,4 +87,8 @@ def main(rank: int, folder: str) -> None:
             found["disabled"] = str(error)
     found["classes"] = [type(core).__name__ for core in cores]
     found["undone"] = disable(spec).submodules.self_attention.submodules.core_attention is StandIn
-    torch.save(found, Path(folder) / str(rank))
+    torch.save(found, file)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from tests.integrations.megatron.updates import (
     rollouts,
     update,
 )
-from tests.ranks import on_ranks
+from tests.ranks import ROOT, on_ranks
 
 YARN = {
     "yarn_rotary_scaling_factor": 4.0,
@@ -224,8 +226,9 @@ def test_ranks(name: str, ranks: list[dict[str, Any]]) -> None:
 
 def test_the_core_attention_of_transformer_engines_spec(tmp_path: Path) -> None:
     """A stand-in with its interface: packed as the local spec's, enabled as a spec and as a model, and undone."""
-    on_ranks(1, "tests.integrations.megatron.te_spec:main", str(tmp_path))
-    found = torch.load(tmp_path / "0", weights_only=False)
+    file = tmp_path / "found.pt"
+    subprocess.run([sys.executable, "-m", "tests.integrations.megatron.te_spec", str(file)], cwd=ROOT, check=True)
+    found = torch.load(file, weights_only=False)
     out, gradients = found["local"]
     for way in ("spec", "model"):
         assert torch.equal(found[way][0], out)

@@ -1,7 +1,8 @@
 """Packed against separate sequences on the weights of a real model, SmolLM2-135M-Instruct, on the CPU.
 
 Real weights have activations a thousand times larger than others, and attention that most rows give to the first token.
-So rounding does more than in random weights: float64 says how much of a difference is rounding.
+So rounding does more than in random weights: float64 says how much of a difference is rounding. Of 30 layers the first
+14 run: the largest activations of all are made by the twelfth.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def packed(model):
 @pytest.fixture(scope="module")
 def computed():
     """(log-probs, gradients by name), both as float64, of each way in each dtype."""
-    model = enable(load_model("smollm2", torch.float32, torch.device("cpu"), seed=0))
+    model = load_model("smollm2", torch.float32, torch.device("cpu"), seed=0)
+    model.model.layers = model.model.layers[:14]
+    enable(model)
     found = {}
     for dtype in (torch.float64, torch.float32):
         in_dtype(model, dtype)

@@ -4,50 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.ranks import on_ranks
+
 # Read when veRL is imported, here and in the workers.
 os.environ |= {
     "VERL_PLATFORM": "cpu",
     "VERL_ENGINE_DEVICE": "cuda",  # engines are registered for GPUs
     "VERL_ENGINE_VENDOR": "nvidia",
     "VERL_USE_EXTERNAL_MODULES": "tests.integrations.verl.cpu_platform",
+    "TOKENIZERS_PARALLELISM": "false",
 }
-SECONDS = 3600  # ranks that wait for each other forever end here; other work on the machine does not
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-def _run(folder: Path, together: str, scenarios: dict[str, Any], ranks: int) -> None:
-    """Runs the scenarios on `ranks` processes; raises with the end of their output if one of them fails."""
-    listed = folder / f"{together}.json"
-    listed.write_text(json.dumps(scenarios))
-    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    shared |= {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.integrations.verl.worker", str(listed), str(folder)]
-    with subprocess.Popen(command, env=os.environ | shared, cwd=ROOT, start_new_session=True) as process:
-        try:
-            failed = process.wait(SECONDS)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # and the ranks, if there are any left
-    if failed:
-        tail = "".join((folder / f"log-{together}-{rank}").read_text()[-3000:] for rank in range(ranks))
-        raise RuntimeError(f"one of {ranks} ranks failed:\n{tail}")
 
 
 def each_once(folder: Path, entries: dict[str, Any]) -> Callable[[str], list[dict[str, Any]]]:
@@ -64,7 +36,9 @@ def each_once(folder: Path, entries: dict[str, Any]) -> Callable[[str], list[dic
         together, (ranks, scenarios) = next((k, v) for k, v in entries.items() if name in v[1])
         if together not in ran:
             ran.add(together)
-            _run(folder, together, scenarios, ranks)
+            listed = folder / f"{together}.json"
+            listed.write_text(json.dumps(scenarios))
+            on_ranks(ranks, "tests.integrations.verl.worker:main", str(listed), str(folder))
         return [torch.load(folder / f"{name}.{rank}", weights_only=False) for rank in range(ranks)]
 
     return result

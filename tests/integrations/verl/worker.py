@@ -1,19 +1,13 @@
 """Ranks of veRL's training workers on the CPU: each runs the scenarios it is given and saves what came out of each.
 
-    python -m tests.integrations.verl.worker SCENARIOS.json FOLDER      WORLD_SIZE, ... in the environment
-
-The ranks are forks of this process, so that veRL is imported once for all of them.
 A scenario is a dictionary of settings, each with a default (see where they are read); `run` names the function.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
-import os
 import random
-import sys
 import traceback
 import warnings
 from collections import Counter
@@ -479,11 +473,10 @@ class _Log(logging.Handler):
         self.said.append(record.getMessage())
 
 
-def main(scenarios: Path, folder: Path) -> None:
-    torch.set_num_threads(1)
-    listed = json.loads(scenarios.read_text())
-    with megatron().on_cpu() if "megatron" in scenarios.name else nullcontext():
-        run_all(listed, folder)
+def main(rank: int, scenarios: str, folder: str) -> None:
+    listed = json.loads(Path(scenarios).read_text())
+    with megatron().on_cpu() if "megatron" in Path(scenarios).name else nullcontext():
+        run_all(listed, Path(folder))
 
 
 def run_all(scenarios: dict[str, Any], folder: Path) -> None:
@@ -508,27 +501,3 @@ def run_all(scenarios: dict[str, Any], folder: Path) -> None:
         torch.save(found, folder / f"{name}.{rank}")
         dist.barrier()  # a rank that waits in a collective, for one that raised, ends here with an error
     dist.destroy_process_group()
-
-
-def fork(rank: int, scenarios: Path, folder: Path) -> int:
-    """Start a rank, whose output goes to a file. Returns its process id."""
-    if pid := os.fork():
-        return pid
-    code = 1
-    try:
-        log = os.open(folder / f"log-{scenarios.stem}-{rank}", os.O_WRONLY | os.O_CREAT)
-        os.dup2(log, 1), os.dup2(log, 2)
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        main(scenarios, folder)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush(), sys.stderr.flush()
-        os._exit(code)
-
-
-if __name__ == "__main__":
-    gc.freeze()  # half a million objects of the imports, which no rank collects
-    ranks = [fork(rank, *map(Path, sys.argv[1:])) for rank in range(int(os.environ["WORLD_SIZE"]))]
-    sys.exit(any(os.waitpid(rank, 0)[1] for rank in ranks))
