@@ -121,9 +121,6 @@ class BlockFields:
 
 # ---------------------------------------------------------------- the forward's tiles
 WG_ROWS = 64  # query rows of a warp group, which are rows of a product
-RECOMPUTE_MARKS = (
-    2016  # items that a cluster can mark for the recompute pass; items beyond share marks with its first ones
-)
 
 
 def warp_group_tokens(packed_heads: int) -> int:

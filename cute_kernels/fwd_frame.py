@@ -28,14 +28,14 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.utils import LayoutEnum, SmemAllocator
 
 from cute_kernels import fakes
-from cute_kernels.abi import RECOMPUTE_MARKS, WG_ROWS, ForwardFields, warp_group_tokens
+from cute_kernels.abi import WG_ROWS, ForwardFields, warp_group_tokens
 from cute_kernels.cluster import SMEM_BYTES, Clustered, check_smem
 from cute_kernels.fwd_walk import Walk
 from cute_kernels.mask import PathBounds
 from cute_kernels.pipeline import MbarrierAllocator, Pipeline, Stage, WrappingPipeline, init_mbarriers
 from cute_kernels.work import AnyTile, Tile, first_and_step
 
-RECOMPUTE_WORDS = RECOMPUTE_MARKS // 32
+RECOMPUTE_WORDS = 63  # of 32 bits, one an item of the cluster; items beyond share bits with its first ones
 
 
 class Atoms(NamedTuple):
@@ -527,7 +527,7 @@ class ForwardFrame(Clustered):
 
     def recompute_bit(self, n: Int32) -> tuple[Int32, Int32]:
         """The place of the mark of the cluster's n-th item: (word, bit of it)."""
-        n = n % RECOMPUTE_MARKS
+        n = n % (32 * RECOMPUTE_WORDS)
         return 1 + n // 32, Int32(1) << n % 32
 
     def end_pass(self, s: Shared) -> Int32:

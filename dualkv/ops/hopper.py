@@ -24,7 +24,7 @@ from codegen.tiles import (
     forward_tile,
     packed_heads,
 )
-from cute_kernels.abi import RECOMPUTE_MARKS, STAT_COLUMNS, clears_ahead, lock_words
+from cute_kernels.abi import STAT_COLUMNS, clears_ahead, lock_words
 from dualkv.ops.features import NONE, Features, Window
 from dualkv.ops.plan import backward as plan_backward
 from dualkv.ops.plan import forward as plan_forward
@@ -36,6 +36,7 @@ from dualkv.segments import Segments
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 CAPABILITY = (9, 0)
+RECOMPUTE_MARKS = 2016  # items that a cluster of the forward can mark for its recompute pass (fwd_frame.RECOMPUTE_WORDS)
 
 
 # ---------------------------------------------------------------- which calls

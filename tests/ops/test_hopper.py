@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,6 +24,7 @@ from dualkv.ops.plan import forward as plan_forward
 from dualkv.ops.plan import paths as plan_paths
 from dualkv.segments import segments_of
 from tests.strategies import binary_tree
+from tools.process import ROOT
 
 
 def segments(layout):
@@ -433,6 +435,12 @@ def test_by_segment_no_tiles_share_a_mark_for_the_recompute_pass(launches, monke
     assert all(taken == spec and np.array_equal(arguments[5], work) for taken, arguments in launches)
     scheduled = torch.cat([arguments[6] for _, arguments in launches]).tolist()
     assert sorted(scheduled) == [[tile, group] for tile in range(len(work)) for group in range(2)]
+
+
+def test_the_host_counts_as_many_marks_as_the_kernel_has():
+    source = (ROOT / "cute_kernels" / "fwd_frame.py").read_text()
+    (words,) = re.findall(r"^RECOMPUTE_WORDS = (\d+)", source, re.MULTILINE)
+    assert 32 * int(words) == hopper.RECOMPUTE_MARKS
 
 
 def test_the_plan_is_made_once_for_all_layers_and_shapes_that_share_it(launches, monkeypatch):
