@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dualkv.arrays import outside_inference_mode, to_device
+from dualkv.data.media import OF_TOKENS
 from dualkv.data.memory import heads_at_once
 from dualkv.data.parts import TreePart
 from dualkv.layout import Layout
@@ -193,8 +194,9 @@ class _Attention(torch.autograd.Function):
         ctx: Any, _anchor: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         sinks: torch.Tensor | None, path: _Path, layout: Layout, scale: float, deterministic: bool, features: Features,
         backend: str | None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         rows = path.rows
+        ctx.set_materialize_grads(False)
         ctx.path, ctx.layout, ctx.scale, ctx.deterministic = path, layout, scale, deterministic
         ctx.features, ctx.backend = features._replace(sinks=None), backend
         with torch._C._AutoDispatchBelowAutograd(), _PADDED.set():
@@ -205,11 +207,12 @@ class _Attention(torch.autograd.Function):
         out, lse = out[rows:].clone(), lse[:, rows:].clone()  # a view would hold the path's rows
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.version = _version(out)
-        return out
+        return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor) -> Any:
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
         q, k, v, sinks, out, lse = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
         if out._version > ctx.version:
             raise RuntimeError(
                 f"out of a branch's attention has been written in place {out._version - ctx.version} times after the"
@@ -225,10 +228,11 @@ class _Attention(torch.autograd.Function):
             of_q = slice(*(x * (q.shape[1] // kv_heads) for x in (of_kv.start, of_kv.stop)))
             some_k, some_v = (torch.cat([y[:, of_kv] for y in (*xs, x)]) for xs, x in ((keys, k), (values, v)))
             of_path = lse.new_full((of_q.stop - of_q.start, rows), torch.inf)
+            some_dlse = None if dlse is None else torch.cat([torch.zeros_like(of_path), dlse[of_q]], 1)
             some_dq, some_dk, some_dv, some_dsinks = torch.ops.dualkv.bwd(
                 _behind(dout[:, of_q], rows), _behind(q[:, of_q], rows), some_k, some_v, _behind(out[:, of_q], rows),
                 torch.cat([of_path, lse[of_q]], 1), layout.offsets, layout.parent, ctx.scale, ctx.deterministic, "qkv",
-                *ctx.features._replace(sinks=None if sinks is None else sinks[of_q]), None, ctx.backend,
+                *ctx.features._replace(sinks=None if sinks is None else sinks[of_q]), some_dlse, ctx.backend,
             )  # fmt: skip
             path.add(0, some_dk, of_kv)
             path.add(1, some_dv, of_kv)
@@ -309,6 +313,7 @@ class Branch(PackedRows):
         keeps_all: whether layers that are checkpointed keep everything in this call, so that none runs again.
         anchor: a leaf that gives what reads kept tensors a place in the graph. It gets no gradient.
         at_end: callbacks for the end of the present pass's forward.
+        took_images: whether a model placed the images of the batch, if it has some.
         widths: of the attention layers that ran, by KV heads: the bytes of rows of the path in the widest (queries,
             keys, values and results, padded, with their gradients where there are some).
     """
@@ -331,6 +336,7 @@ class Branch(PackedRows):
         self.widths: dict[int, int] = {}
         self._noted: dict[Hashable, torch.Tensor] = {}
         self.anchor = torch.zeros((), requires_grad=True)
+        self.has_images, self.took_images = any(name not in OF_TOKENS for name in part.batch.media), False
         self.at_end = ExitStack()
         self.begin(torch.is_grad_enabled() and not part.is_trunk)
 
@@ -379,7 +385,11 @@ class Branch(PackedRows):
         """Whether the forward of the present pass has ended, so that layers that run now are recomputed."""
         return self._done
 
-    def attention(
+    def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Compute :meth:`attention_with_lse` without the log-sum-exp."""
+        return self.attention_with_lse(q, k, v, *args, **kwargs)[0]
+
+    def attention_with_lse(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -390,7 +400,7 @@ class Branch(PackedRows):
         layer: Hashable,
         backend: str | None = None,
         **features: Any,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """:func:`dualkv.attention` of the own rows over the path's kept keys and values and their own.
 
         Args:
@@ -401,7 +411,7 @@ class Branch(PackedRows):
                 calls of the path kept.
 
         Returns:
-            out [num_tokens, H, Dv].
+            out [num_tokens, H, Dv], lse [H, num_tokens].
 
         Raises:
             ValueError: another number of rows, a layer or a call of it that the path does not have, no gradients where
@@ -423,12 +433,14 @@ class Branch(PackedRows):
             self.keep(call, asked.k, asked.v)
         if not path.rows:
             given = features | {"sinks": asked.features.sinks}
-            return attention(*asked[:3], self.layout, asked.softmax_scale, deterministic, **given, backend=backend)
-        out: torch.Tensor = _Attention.apply(
+            return attention(
+                *asked[:3], self.layout, asked.softmax_scale, deterministic, **given, backend=backend, return_lse=True
+            )
+        found: tuple[torch.Tensor, torch.Tensor] = _Attention.apply(
             self.anchor, asked.q, asked.k, asked.v, asked.features.sinks, path, self.layout, asked.softmax_scale,
             deterministic, asked.features, backend,
         )  # fmt: skip
-        return out
+        return found
 
     def note_width(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_heads: int) -> None:
         """Note the width of an attention layer (`widths`); kv_heads: as many may run one after another."""

@@ -114,6 +114,11 @@ class Pass:
             TypeError: a loss that is not a tensor.
         """
         check_used(self.part.seen, "forward returned hidden states", "dualkv=branch")
+        if self.branch.has_images and not self.branch.took_images:
+            raise ValueError(
+                f"batch has media ({', '.join(self.part.batch.media)}), and forward took none: expected an enabled"
+                " transformers model that holds the vision tower, called with dualkv=branch"
+            )
         # The batch's layout counts as used for what is computed from the log-probs of all parts. A part that is one
         # path may run without its layout.
         use = self.part.seen._segments.use
@@ -252,6 +257,11 @@ def part_passes(
     kinds = mine = _kinds(parts, state.training)
     if group is not None:
         state.writes = None
+        if held := [name for part in parts for name in part.batch.media]:
+            refusal = ValueError(
+                f"batch has media ({', '.join(dict.fromkeys(held))}) together with a group of ranks, expected text:"
+                " ranks that gather the weights of a tower would wait for those without images"
+            )
         every: list[str | None] = [None] * dist.get_world_size(group)
         dist.all_gather_object(every, None if refusal else mine, group)
         if refusal is not None:

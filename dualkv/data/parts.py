@@ -17,6 +17,7 @@ import torch
 
 from dualkv.arrays import IntArray, outside_inference_mode, positive, to_device
 from dualkv.data.gain import PAIRS_A_BORDER
+from dualkv.data.media import OF_TOKENS
 from dualkv.data.memory import Memory
 from dualkv.data.trees import PackedSequences
 from dualkv.layout import Layout
@@ -109,7 +110,7 @@ class TreePart:
 
     # ------------------------------------------------------------------ the tokens that its rows predict
     @cached_property
-    def _local(self) -> IntArray:
+    def local(self) -> IntArray:
         """[T] the index in the part of each row of the batch, -1 for other rows."""
         local = np.full(self.batch.layout.num_tokens, -1, np.int64)
         local[self.rows] = np.arange(len(self.rows))
@@ -119,11 +120,11 @@ class TreePart:
     def _tokens(self) -> IntArray:
         """[m] the trained tokens of the batch that rows of the part predict. The tokens' own rows may lie below the
         part."""
-        return np.flatnonzero(self._local[self.batch._before[self.batch._trained]] >= 0)
+        return np.flatnonzero(self.local[self.batch._before[self.batch._trained]] >= 0)
 
     @cached_property
     def _predicting(self) -> IntArray:
-        return self._local[self.batch._before[self.batch._trained[self._tokens]]]
+        return self.local[self.batch._before[self.batch._trained[self._tokens]]]
 
     @cached_property
     def _tokens_of_row(self) -> IntArray:
@@ -187,11 +188,6 @@ def plan_parts(batch: PackedSequences, budget: int | Memory, *, values_first: bo
     if not isinstance(batch, PackedSequences):
         raise TypeError(
             f"batch is a {type(batch).__name__}, expected what pack_sequences or PackedSequences.from_batch returns"
-        )
-    if batch.media:
-        raise ValueError(
-            f"batch has media ({', '.join(batch.media)}), expected one of text: images do not run in walks, where each"
-            " part would need the features of all of them"
         )
     if not isinstance(budget, Memory):
         rows = positive("budget", budget)
@@ -347,6 +343,8 @@ class _Plan:
         for segment in range(len(self.children) - 1, -1, -1):
             if self.children[segment]:
                 self.last[segment] = self.last[self.children[segment][-1]]
+        kinds = next((batch.media[name][0].cpu() for name in OF_TOKENS if name in batch.media), None)
+        self.is_image = np.zeros(self.segments.total, bool) if kinds is None else (kinds != 0).numpy()
         running = [self._visit((), [(0, int(root), 0) for root in self.segments.roots])]
         while running:  # in place of recursion, because paths may have many trunks
             below = next(running[-1], None)
@@ -391,6 +389,17 @@ class _Plan:
         if rows:
             yield some
 
+    def _beside_image(self, segment: int, least: int, end: int, most: int) -> int:
+        """Move the end of a trunk's run of a segment to where an image begins or ends, from `least` to `most`. An image
+        that is longer is cut, and a model runs its tower for both parts."""
+        start, length = int(self.segments.offsets[segment]), int(self.segments.lengths[segment])
+        is_image = self.is_image[start : start + length]
+        if not (0 < end < length and is_image[end - 1] and is_image[end]):
+            return end
+        text = np.flatnonzero(~is_image)
+        begins, ends = int(text[text < end].max(initial=-1)) + 1, int(text[text > end].min(initial=length))
+        return begins if begins >= least else ends if ends <= most and ends < length else end
+
     def _trunk(
         self, path: tuple[tuple[int, int], ...], attached: int, segment: int, first: int
     ) -> tuple[list[Piece], list[Hanging]]:
@@ -405,6 +414,7 @@ class _Plan:
             if not self.children[segment]:
                 here = attached - begin
                 end = min(end, length - min(self._budget(path, begin, here + x) for x in (0, length - first)))
+            end = self._beside_image(segment, first + (attached == begin), end, first + room)
             trunk.append((segment, first, end))
             attached, room = attached + end - first, room - (end - first)
             if end < length:

@@ -247,6 +247,8 @@ def _passes(
     refusal: ValueError | TypeError | None = None
     try:
         planned = [(number, parts_of(batch, budget)) for number, batch in enumerate(batches)]
+        if held := [name for batch in batches for name in batch.media]:
+            raise ValueError(f"a batch has media ({', '.join(held)}), expected text in walks of megatron-core's models")
         # Walked ones first, so that ranks run the first passes of trunks together.
         for number, some in sorted(planned, key=lambda one: len(one[1]) == 1):
             numbers += [number] * len(some)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from dualkv.branches import Branch
 from dualkv.context_parallel import ContextShard
+from dualkv.data.parts import TreePart
 from dualkv.layout import Layout
 from dualkv.ops.attention import attention as causal_attention
 from dualkv.packed_rows import packed_rows
@@ -39,6 +42,27 @@ class Ahead(NamedTuple):
         queries, keys = (x.to(device, non_blocking=non_blocking) for x in (self.queries, self.keys))
         spread = None if self.spread is None else self.spread.to(device, non_blocking)
         return Ahead(queries, keys, self.layout.to(device), self.windows, spread)
+
+    def of_part(self, part: TreePart) -> Ahead | None:
+        """Return the keys behind the rows of a part of a walk, by their places among its rows; None without any.
+
+        Raises:
+            ValueError: the part has some rows of an image, and not all.
+        """
+        queries, keys = (torch.from_numpy(part.local)[x.cpu()] for x in (self.queries, self.keys))
+        lengths = self.layout.offsets.diff()
+        image = torch.arange(len(lengths)).repeat_interleave(lengths)
+        own = image.bincount((queries >= 0).double() + (keys >= 0), minlength=len(lengths)) / 2
+        if (cut := (own > 0) & (own < lengths)).any():
+            raise ValueError(
+                f"an image of {int(lengths[cut].max()) + 1} rows, which see each other, is cut by a part of"
+                f" {len(part.rows)} rows of a walk, expected parts that hold it: raise the budget"
+            )
+        if not own.any():
+            return None
+        here, there = (x[queries >= 0].to(self.queries.device) for x in (queries, keys))
+        held = lengths[own > 0].tolist()
+        return Ahead(here, there, Layout.from_lengths(held, [[]] * len(held), self.queries.device), self.windows)
 
     def over(self, shard: Shard) -> Ahead:
         """Plan how ranks that share the rows exchange these keys."""
@@ -88,7 +112,13 @@ class Spread(NamedTuple):
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Layout | Shard, ahead: Ahead, **features: Any
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rows: Layout | Shard | Branch,
+    ahead: Ahead,
+    layer: Hashable = None,
+    **features: Any,
 ) -> torch.Tensor:
     """:func:`dualkv.attention`, in which rows of images also see the rows of their image behind them.
 
@@ -96,8 +126,9 @@ def attention(
         q: [t, H, D] of this call's rows.
         k: [t, Hk, D].
         v: [t, Hk, D].
-        rows: the layout of all rows, or this rank's rows of it.
+        rows: the layout of all rows, or this rank's or part's rows of it.
         ahead: the keys behind rows of images.
+        layer: names the layer in a walk.
         features: as for :func:`dualkv.attention`. A window or chunk hides no key behind a row.
 
     Returns:
@@ -106,9 +137,9 @@ def attention(
     if features.get("batch_invariant"):
         raise ValueError("batch_invariant is True of rows that see ahead, whose results are merged: expected False")
     if ahead.windows and features.get("window") is None:
-        return packed_rows(rows).attention_of(None)(q, k, v, **features)
-    run = partial(_looking_ahead, ahead=ahead)
-    if isinstance(rows, Layout):
+        return packed_rows(rows).attention_of(layer)(q, k, v, **features)
+    run = partial(_looking_ahead, ahead=ahead, layer=layer)
+    if isinstance(rows, Layout | Branch):
         return run(q, k, v, rows, **features)
     if not isinstance(rows, ContextShard) or ahead.spread is None:
         return rows.by_heads(run, q, k, v, **features)
@@ -124,16 +155,20 @@ def _looking_ahead(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    layout: Layout,
+    rows: Layout | Branch,
     softmax_scale: float | None = None,
     deterministic: bool = False,
     *,
     ahead: Ahead,
+    layer: Hashable,
     **features: Any,
 ) -> torch.Tensor:
-    """:func:`attention` of all rows [T, H, D]."""
+    """:func:`attention` of all rows of a layout or part [t, H, D]."""
     features |= {"softmax_scale": softmax_scale, "deterministic": deterministic}
-    out, lse = causal_attention(q, k, v, layout, **features, return_lse=True)
+    if isinstance(rows, Branch):
+        out, lse = rows.attention_with_lse(q, k, v, **features, layer=layer)
+    else:
+        out, lse = causal_attention(q, k, v, rows, **features, return_lse=True)
     mine, theirs = (x.index_select(0, ahead.keys) for x in (k, v))
     more, its_lse = _behind(q.index_select(0, ahead.queries), mine, theirs, ahead.layout, features)
     return _merged(out, lse, ahead.queries, more, its_lse)

@@ -44,7 +44,7 @@ from dualkv.integrations.transformers import (
     towers,
 )
 from dualkv.integrations.transformers.checkpointing import recompute_layers
-from dualkv.integrations.transformers.media import Placed
+from dualkv.integrations.transformers.placed import Placed
 from dualkv.layout import Layout
 from dualkv.packed_rows import PackedRows, packed_rows
 from dualkv.segments import OP_TAGS, segments_of
@@ -146,16 +146,16 @@ def _enter_decoder(
         return None
     packed = _checked(layout)
     selfcheck.refuse_unproved(module, packed)
-    if isinstance(packed, Branch):
-        packed.check_module(module)
-        if packed.keeps_all:
-            checkpointing.keep_all(module, packed.at_end)
+    if isinstance(part := packed.layout if isinstance(packed, Placed) else packed, Branch):
+        part.check_module(module)
+        if part.keeps_all:
+            checkpointing.keep_all(module, part.at_end)
     name = type(module).__name__
     if type(module) not in patching.PREPARED:  # an unpickled model, before any `enable` of this process
         recurrent.install(module)
     if not packed.has_positions:  # otherwise the inputs are those of a model that runs images
         media.refuse(module, kwargs)
-        media.refuse_unplaced(module, kwargs)
+        media.refuse_unplaced(module, kwargs, packed)
     if stock_attention(module.config) is None:
         raise ValueError(
             f"{name} was set to {module.config._attn_implementation!r} after dualkv was enabled: enable the model again"
@@ -290,7 +290,7 @@ def _with_images(module: PreTrainedModel, named: dict[str, Any]) -> dict[str, An
     tokens = named["input_ids"] if named.get("input_ids") is not None else named.get("inputs_embeds")
     if tokens is None or tokens.dim() < 2 or tokens.shape[0] != 1:
         return named  # which the decoder refuses
-    with_media = media.given(named) or named.get(media.BLOCKS) is not None
+    with_media = media.given(named) or named.get(media.BLOCKS) is not None or packed_rows(layout).has_images
     if with_media and torch.compiler.is_compiling():
         raise ValueError(f"images came to a compiled {type(module).__name__} {media.UNPLACED}")
     media.refuse_forgotten(module, named)
@@ -300,7 +300,7 @@ def _with_images(module: PreTrainedModel, named: dict[str, Any]) -> dict[str, An
         named = {name: value for name, value in named.items() if name != media.BLOCKS}
     placed = layout if found is None else found
     packed = packed_rows(placed)
-    if not packed.has_positions and not packed.is_part and media.decodes_blindly(module):
+    if not packed.has_positions and media.decodes_blindly(module):
         placed = Placed(layout, packed.position_ids[None].to(tokens.device))
     changed = {
         "dualkv": placed,

@@ -10,25 +10,25 @@ In Gemma 3 and 4 the rows of an image also see each other's rows behind them; se
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Hashable
-from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from dualkv.arrays import IntArray
-from dualkv.data.media import AUDIO, BESIDE, OF_TOKENS, PLACES, SECONDS, SEGMENTS, check_seconds, sampled
+from dualkv.branches import Branch
+from dualkv.data.media import AUDIO, BESIDE, PLACES, SEGMENTS, check_seconds
 from dualkv.data.rows import media_of
+from dualkv.data.trees import PackedSequences
 from dualkv.integrations.transformers import towers
-from dualkv.integrations.transformers.ahead import Ahead, attention
-from dualkv.integrations.transformers.towers import Images
+from dualkv.integrations.transformers.ahead import Ahead
+from dualkv.integrations.transformers.placed import Placed
+from dualkv.integrations.transformers.towers import Images, OfPart
 from dualkv.layout import Layout
 from dualkv.packed_rows import PackedRows, packed_rows
 from dualkv.sequence_parallel import Shard
@@ -119,55 +119,6 @@ UNPLACED = (
 )
 
 
-class Placed(PackedRows):
-    """A layout with images in its rows. As a layout, it is passed through the model, to its decoder.
-
-    Attributes:
-        layout: of T rows, or the Shard of a rank that has T of them.
-        position_ids: [1, T], or [3, 1, T] for frames, height and width.
-        ahead: the keys of rows that see rows behind them; None where no row does.
-    """
-
-    # No pytree: wrappers move and copy those.
-    __slots__ = ("_position_ids", "ahead", "layout")
-
-    has_positions = True
-
-    def __init__(self, layout: Layout | Shard, position_ids: torch.Tensor, ahead: Ahead | None = None) -> None:
-        self.layout, self._position_ids, self.ahead = layout, position_ids, ahead
-
-    @property
-    def position_ids(self) -> torch.Tensor:
-        return self._position_ids
-
-    def to(self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> Placed:
-        """Copy with all tensors on `device`, None for the present one: hooks of Accelerate move arguments of layers."""
-        if device is None:
-            return self
-        position_ids = self.position_ids.to(device, non_blocking=non_blocking)
-        if position_ids is self.position_ids:
-            return self
-        ahead = None if self.ahead is None else self.ahead.to(device, non_blocking)
-        return Placed(self.layout.to(device, non_blocking), position_ids, ahead)
-
-    @property
-    def whole(self) -> Layout:
-        return packed_rows(self.layout).whole
-
-    @property
-    def rows(self) -> torch.Tensor | None:
-        return packed_rows(self.layout).rows
-
-    @property
-    def of_layers(self) -> Any:
-        return self.layout if self.ahead is None else self
-
-    def attention_of(self, layer: Hashable) -> Callable[..., torch.Tensor]:
-        if self.ahead is None:
-            return packed_rows(self.layout).attention_of(layer)
-        return partial(attention, rows=self.layout, ahead=self.ahead)
-
-
 # ---------------------------------------------------------------- models
 _FAMILY: dict[type, Family | None] = {}  # dictionaries, because dynamo reads them while it traces
 _CONTAINS: dict[type, bool] = {}
@@ -239,8 +190,11 @@ def takes_blocks(module: nn.Module) -> bool:
     return how is not None and BLOCKS in how.inputs
 
 
-def refuse_unplaced(decoder: nn.Module, inputs: dict[str, Any]) -> None:
-    """Raises ValueError where a decoder cannot see whether its embeddings hold images, and no model placed them."""
+def refuse_unplaced(decoder: nn.Module, inputs: dict[str, Any], packed: PackedRows) -> None:
+    """Raises ValueError where a decoder cannot see whether its embeddings hold images, or its rows are of a batch with
+    images, and no model placed them."""
+    if isinstance(packed, Branch) and packed.has_images:
+        raise ValueError(f"a part of a batch with images came to {type(decoder).__name__} {UNPLACED}")
     if type(decoder).__name__ in BLIND and inputs.get("inputs_embeds") is not None:
         raise ValueError(f"inputs_embeds came to {type(decoder).__name__} {UNPLACED}")
 
@@ -260,7 +214,63 @@ def place(module: Any, named: dict[str, Any], layout: Any) -> Placed | None:
     """
     how = family(type(module))
     assert how is not None
-    name = type(module).__name__
+    if isinstance(layout, Branch):
+        return _place_part(module, how, named, layout)
+    segments, names, kinds = _separated(module, how, named)
+    shard = layout if isinstance(layout, Shard) else None
+    if shard is not None and shard.world_size > 1:
+        towers.check_ranks(named, names, shard)
+    if not [name for name in names if name != KINDS] and not (isinstance(kinds, torch.Tensor) and kinds.any()):
+        return None
+    names = names or [how.ahead or KINDS]
+    packed = packed_rows(layout)
+    if packed.has_positions or packed.is_part:
+        raise ValueError(f"{names[0]} came together with a {type(layout).__name__}, expected a layout of all rows")
+    ids = _checked_ids(names[0], named, packed.whole.num_tokens if shard is None else shard.num_tokens)
+    of_all = named if how.ahead is None else named | {how.ahead: kinds}
+    of_all = of_all if shard is None else towers.of_all_ranks(of_all, shard)
+    seen = _seen(module, how, of_all, segments, packed.whole, shard)
+    towers.ask(module, _not_counted(seen.images, shard))
+    if shard is None:
+        return Placed(packed.whole, seen.positions.to(ids.device), seen.ahead)
+    ahead = None if seen.ahead is None else seen.ahead.over(shard)
+    return Placed(shard, shard.split(seen.positions, -1).to(ids.device), ahead, seen.positions)
+
+
+class Seen(NamedTuple):
+    """Packed rows as a model sees them.
+
+    Attributes:
+        positions: [1, T], or [3, 1, T] for frames, height and width.
+        images: by the name of the input with their pixels.
+        ahead: the keys behind rows of images, if any.
+    """
+
+    positions: torch.Tensor
+    images: dict[str, Images]
+    ahead: Ahead | None
+
+
+def _seen(
+    module: Any, how: Family, named: dict[str, Any], segments: dict[str, Any], layout: Layout, shard: Shard | None
+) -> Seen:
+    """All rows of a layout; `named` has their token ids."""
+    positions = _grid_positions(module, how, named, layout) if how.grid else layout.position_ids[None]
+    images = _images(module, how, named, layout, shard, segments)
+    kinds = named[how.ahead] if how.ahead else None
+    ahead = None if kinds is None else _ahead(module, how, named["input_ids"], kinds, layout)
+    return Seen(positions, images, ahead)
+
+
+def _separated(
+    module: Any, how: Family, named: dict[str, Any]
+) -> tuple[dict[str, torch.Tensor | None], list[str], Any]:
+    """Take the segments of images and what models do not take out of the inputs: (segments, names of inputs beside
+    text, kinds of tokens).
+
+    Raises:
+        ValueError: an input that does not run packed.
+    """
     segments = {patches: named.pop(of, None) for patches, of in SEGMENTS.items()}
     if KINDS not in how.inputs:  # a processor's, which the model does not take
         named.pop(KINDS, None)
@@ -268,39 +278,57 @@ def place(module: Any, named: dict[str, Any], layout: Any) -> Placed | None:
     for other in names:
         if other not in how.inputs:
             raise ValueError(
-                f"{other} came together with dualkv: {name} runs packed with {', '.join(how.inputs)} and text"
+                f"{other} came together with dualkv: {type(module).__name__} runs packed with {', '.join(how.inputs)}"
+                " and text"
             )
-    kinds = named.pop(how.ahead, None) if how.ahead else named.get(KINDS)
-    shard = layout if isinstance(layout, Shard) else None
-    if shard is not None and shard.world_size > 1:
-        _check_ranks(named, names, shard)
-    if not [name for name in names if name != KINDS] and not (isinstance(kinds, torch.Tensor) and kinds.any()):
-        return None
-    names = names or [how.ahead or KINDS]
-    packed = packed_rows(layout)
-    if packed.has_positions or (packed.rows is not None and shard is None):
-        raise ValueError(
-            f"{names[0]} came together with a {type(layout).__name__}: images do not run in walks, where each call"
-            " would need the features of all images"
-        )
-    ids = named.get("input_ids")
+    return segments, names, named.pop(how.ahead, None) if how.ahead else named.get(KINDS)
+
+
+def _checked_ids(name: str, named: dict[str, Any], count: int) -> torch.Tensor:
+    """The token ids [1, T] of a call with images."""
+    ids: torch.Tensor | None = named.get("input_ids")
     if ids is None:
-        raise ValueError(f"{names[0]} came without input_ids, expected them: they say where images are")
-    count = packed.whole.num_tokens if shard is None else shard.num_tokens
+        raise ValueError(f"{name} came without input_ids, expected them: they say where images are")
     if ids.shape != (1, count):
         raise ValueError(f"input_ids has shape {tuple(ids.shape)}, expected [1, T] = {(1, count)}")
-    of_all = named if how.ahead is None else named | {how.ahead: kinds}
-    of_all = of_all if shard is None else _of_all_ranks(of_all, shard)
-    layout = packed.whole
-    positions = layout.position_ids[None]
-    if how.grid:
-        positions = _grid_positions(module, how, of_all, layout)
-    towers.ask(module, _images(module, how, of_all, layout, shard, segments))
-    kinds = of_all[how.ahead] if how.ahead else None
-    ahead = None if kinds is None else _ahead(module, how, of_all["input_ids"], kinds, layout)
-    if shard is None:
-        return Placed(layout, positions.to(ids.device), ahead)
-    return Placed(shard, shard.split(positions, -1).to(ids.device), None if ahead is None else ahead.over(shard))
+    return ids
+
+
+# What models see in the batches that are walked.
+_WALKED: WeakKeyDictionary[PackedSequences, WeakKeyDictionary[nn.Module, Seen]] = WeakKeyDictionary()
+
+
+def _place_part(module: Any, how: Family, named: dict[str, Any], branch: Branch) -> Placed | None:
+    """The rows of a part of a walk with their positions, and the inputs of its images, which come from the batch."""
+    part, batch = branch.part, branch.part.batch
+    if names := [*given(named), *[BLOCKS] * (named.get(BLOCKS) is not None)]:
+        raise ValueError(
+            f"{names[0]} came together with a part of a walk, expected the media of all parts in the batch, from where"
+            " a part takes its own"
+        )
+    branch.took_images = True
+    if not branch.has_images:
+        return None
+    ids = _checked_ids("a part of a batch with images", named, branch.num_tokens)
+    branch.check_module(module)
+    of_models = _WALKED.setdefault(batch, WeakKeyDictionary())
+    if (seen := of_models.get(module)) is None:
+        of_all = {**batch.media, "input_ids": batch.input_ids}
+        segments, _, kinds = _separated(module, how, of_all)
+        of_all |= {how.ahead: kinds} if how.ahead else {}
+        seen = of_models[module] = _seen(module, how, of_all, segments, batch.layout, None)
+    own = {patches: OfPart.of(images, part) for patches, images in seen.images.items()}
+    own = {patches: images for patches, images in own.items() if len(images.own)}
+    towers.ask(module, own)
+    for images in own.values():
+        named |= images.images.inputs
+    ahead = None if seen.ahead is None else seen.ahead.of_part(part)
+    return Placed(branch, seen.positions[..., branch.rows].to(ids.device), ahead, seen.positions)
+
+
+def _not_counted(images: dict[str, Images], shard: Shard | None) -> dict[str, Images]:
+    """The images of which towers must know, or that ranks run for each other."""
+    return {patches: one for patches, one in images.items() if one.counts is None or shard is not None}
 
 
 def ask(module: Any, named: dict[str, Any], layout: Layout, shard: Shard | None) -> None:
@@ -318,33 +346,7 @@ def ask(module: Any, named: dict[str, Any], layout: Layout, shard: Shard | None)
     how = family(type(module))
     assert how is not None
     segments = {patches: named.pop(of, None) for patches, of in SEGMENTS.items()}
-    towers.ask(module, _images(module, how, named, layout, shard, segments))
-
-
-def _check_ranks(named: dict[str, Any], names: list[str], shard: Shard) -> None:
-    """Raises ValueError on all ranks, if they have other images. Every call compares, also one without images, for
-    which a rank that has some would wait."""
-    seen = {name: torch.as_tensor(named[name]) for name in (*names, *SECONDS) if named.get(name) is not None}
-    seen = {name: value for name, value in seen.items() if name not in OF_TOKENS}
-    digest = hashlib.blake2b(sampled(seen), digest_size=7)
-    tokens = named["input_ids"] if named.get("input_ids") is not None else named["inputs_embeds"]
-    mark = torch.tensor([int.from_bytes(digest.digest(), "big")], device=tokens.device)
-    if (shard.join(mark) != mark).any():
-        raise ValueError(
-            f"{', '.join(seen) or 'images'} differ between the {shard.world_size} ranks that share the rows, expected"
-            " those of all images on every rank"
-        )
-
-
-def _of_all_ranks(named: dict[str, Any], shard: Shard) -> dict[str, Any]:
-    """The inputs of a call with the token ids of all ranks, and with values of tokens for rows that pad the layout."""
-    found = dict(named)
-    for name in OF_TOKENS:
-        values = found.get(name)
-        if isinstance(values, torch.Tensor) and values.dim() == 2 and shard.pads(values.shape[1]):
-            found[name] = pad(values, (0, shard.layout.num_tokens - values.shape[1]))
-    found["input_ids"] = shard.join(named["input_ids"][0])[shard.places.to(named["input_ids"].device)][None]
-    return found
+    towers.ask(module, _not_counted(_images(module, how, named, layout, shard, segments), shard))
 
 
 def _images(
@@ -368,8 +370,7 @@ def _images(
         images = Images(patches, name, rows, counts, segments[patches], layout, shard, inputs)
         if counts is not None:
             images.check(counts)
-        if counts is None or shard is not None:
-            found[patches] = images
+        found[patches] = images
     return found
 
 

@@ -21,6 +21,7 @@ from torch import nn
 from dualkv.arrays import IntArray
 from dualkv.integrations import patching
 from dualkv.integrations.transformers import layers
+from dualkv.integrations.transformers.placed import Placed
 from dualkv.packed_rows import PackedRows, packed_rows
 from dualkv.segments import OP_TAGS, Segments, segments_of
 
@@ -221,10 +222,11 @@ def _alike(packed: PackedRows, how: Scaling, name: str, device: torch.device) ->
         ValueError: rows are shared by sequences of different factors.
     """
     segments, rows = packed.whole._segments, packed.rows
-    if rows is None and packed.has_positions and packed.position_ids.dim() == 3:
+    if isinstance(packed, Placed) and packed.of_all.dim() == 3:
         # Positions of images count fewer than the rows. Reading them waits for the device, as placing images does.
-        ends = _ends(segments, packed.position_ids)
-        return _on_device(_of_segments(segments, how, name, ends)[segments.segment_of_row], device)
+        ends = _ends(segments, packed.of_all)
+        of_all = _of_segments(segments, how, name, ends)[segments.segment_of_row]
+        return _on_device(of_all if rows is None else of_all[rows.cpu().numpy()], device)
     values, of_rows = segments.cached(
         ("rotary", how, device), lambda: _on_device(_alike_of(segments, how, name), device)
     )

@@ -1,5 +1,7 @@
 """Vision towers in packed calls: each segment's placeholders get the features of its own images.
 
+A part of a walk runs the tower on the images that have rows in it.
+
 With sequence parallelism, a rank runs the tower on its share of the images. The features then go to the ranks that have
 the rows of their placeholders, and gradients go back. So a rank's model fills the placeholders of its own rows, as it
 does without ranks.
@@ -7,8 +9,10 @@ does without ranks.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,9 +20,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.functional import pad
 
 from dualkv.arrays import IntArray
-from dualkv.data.media import AUDIO, GRIDS, IN_ROWS, PLACES, TOGETHER
+from dualkv.data.media import AUDIO, GRIDS, IN_ROWS, OF_TOKENS, PLACES, SECONDS, TOGETHER, sampled
+from dualkv.data.parts import TreePart
 from dualkv.integrations import patching
 from dualkv.layout import Layout
 from dualkv.sequence_parallel import Shard, exchanged
@@ -30,7 +36,8 @@ METHODS = {
 }
 
 
-class Images(NamedTuple):
+@dataclass
+class Images:
     """The images of a call, or its videos, or its audio.
 
     Attributes:
@@ -41,7 +48,7 @@ class Images(NamedTuple):
         segments: [images] the segment of each image, as packed; None where the packer has compared counts.
         layout: of all rows.
         shard: the ranks that share the rows, if any.
-        inputs: the inputs by name, of all images on every rank.
+        inputs: the inputs by name, of all images on every rank, or of all parts of a walk.
     """
 
     patches: str
@@ -73,6 +80,12 @@ class Images(NamedTuple):
                 " of every prompt and response"
             )
 
+    def count(self, output: Any) -> None:
+        """Check the placeholders of each image, as the tower's output counts them where nothing else does."""
+        if self.counts is None:
+            self.counts = _counts(output.pooler_output)
+            self.check(self.counts)
+
     def held(self) -> dict[str, IntArray] | None:
         """Count every image's part of each input's first dimension; None where images cannot be run apart."""
         if {IN_ROWS, TOGETHER} & self.inputs.keys():
@@ -86,6 +99,42 @@ class Images(NamedTuple):
         elif frames is not None:
             found |= dict.fromkeys((self.patches, PLACES[self.patches]), torch.as_tensor(frames).cpu().numpy())
         return found if all(len(self.inputs[name]) == of.sum() for name, of in found.items()) else None
+
+
+class OfPart(NamedTuple):
+    """The images of a part of a walk.
+
+    Attributes:
+        images: of all parts.
+        own: [p] the placeholders in the part, among those of `images`, in the order of the part's rows.
+    """
+
+    images: Images
+    own: IntArray
+
+    @classmethod
+    def of(cls, images: Images, part: TreePart) -> OfPart:
+        places = part.local[images.rows.numpy()]
+        order = np.argsort(places, kind="stable")
+        return cls(images, order[places[order] >= 0])
+
+    def run(self, tower: Callable[..., Any], pixels: str, given: dict[str, Any]) -> Any:
+        """The tower's output for the part's placeholders, by a call for the images that have some; see
+        :func:`_shared`."""
+        held = self.images.held()
+        if held is None:  # all images run in each part
+            output = tower(**given)
+            self.images.count(output)
+            return _of_rows(self.images.patches, output, lambda x: x.index_select(0, _on(x.device, self.own)))
+        if self.images.counts is None:
+            with torch.no_grad():
+                self.images.count(tower(**given))
+        assert self.images.counts is not None
+        image = np.repeat(np.arange(len(self.images.counts)), self.images.counts.numpy())
+        runs = np.unique(image[self.own])
+        output = tower(**_given(given, held, runs, pixels, self.images.patches))
+        index = (np.cumsum(np.isin(image, runs)) - 1)[self.own]
+        return _of_rows(self.images.patches, output, lambda x: x.index_select(0, _on(x.device, index)))
 
 
 def owners(rows: torch.Tensor, counts: torch.Tensor, layout: Layout, name: str) -> IntArray:
@@ -119,7 +168,7 @@ class Features:
     def __init__(self, module: nn.Module, method: str) -> None:
         self.module, self.method = module, method
         self.instead: Callable[..., Any] | None = vars(module).get(method)
-        self.asked: Images | None = None
+        self.asked: Images | OfPart | None = None
 
     @property
     def own(self) -> Callable[..., Any]:
@@ -137,12 +186,14 @@ class Features:
         own = self.own
         if asked is None:
             return own(*args, **kwargs)
+        names = [*inspect.signature(getattr(type(self.module), self.method)).parameters][1:]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if isinstance(asked, OfPart):
+            return asked.run(own, names[0], given)
         if asked.shard is not None and asked.shard.world_size > 1:
-            names = [*inspect.signature(getattr(type(self.module), self.method)).parameters][1:]
-            given = dict(zip(names, args, strict=False)) | kwargs
             return _shared(asked, asked.shard, own, names[0], given)
         output = own(*args, **kwargs)
-        asked.check(_counts(output.pooler_output) if asked.counts is None else asked.counts)
+        asked.count(output)
         return output
 
 
@@ -153,7 +204,7 @@ def install(module: nn.Module) -> None:
             patching.of(module).replace(method, Features(module, method))
 
 
-def ask(module: nn.Module, images: dict[str, Images]) -> None:
+def ask(module: nn.Module, images: Mapping[str, Images | OfPart]) -> None:
     """Tell a model's towers which images the next call has; none of a kind that `images` lacks.
 
     Raises:
@@ -176,6 +227,32 @@ def _counts(features: Any) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------- ranks
+def check_ranks(named: dict[str, Any], names: list[str], shard: Shard) -> None:
+    """Raises ValueError on all ranks, if they have other images. Every call compares, also one without images, for
+    which a rank that has some would wait."""
+    seen = {name: torch.as_tensor(named[name]) for name in (*names, *SECONDS) if named.get(name) is not None}
+    seen = {name: value for name, value in seen.items() if name not in OF_TOKENS}
+    digest = hashlib.blake2b(sampled(seen), digest_size=7)
+    tokens = named["input_ids"] if named.get("input_ids") is not None else named["inputs_embeds"]
+    mark = torch.tensor([int.from_bytes(digest.digest(), "big")], device=tokens.device)
+    if (shard.join(mark) != mark).any():
+        raise ValueError(
+            f"{', '.join(seen) or 'images'} differ between the {shard.world_size} ranks that share the rows, expected"
+            " those of all images on every rank"
+        )
+
+
+def of_all_ranks(named: dict[str, Any], shard: Shard) -> dict[str, Any]:
+    """The inputs of a call with the token ids of all ranks, and with values of tokens for rows that pad the layout."""
+    found = dict(named)
+    for name in OF_TOKENS:
+        values = found.get(name)
+        if isinstance(values, torch.Tensor) and values.dim() == 2 and shard.pads(values.shape[1]):
+            found[name] = pad(values, (0, shard.layout.num_tokens - values.shape[1]))
+    found["input_ids"] = shard.join(named["input_ids"][0])[shard.places.to(named["input_ids"].device)][None]
+    return found
+
+
 def _shared(asked: Images, shard: Shard, tower: Callable[..., Any], pixels: str, given: dict[str, Any]) -> Any:
     """The tower's output for the placeholders of this rank's rows, from the ranks that ran their images.
 
@@ -185,18 +262,14 @@ def _shared(asked: Images, shard: Shard, tower: Callable[..., Any], pixels: str,
     at = np.argsort(shard.host_order)[asked.rows.numpy()]  # among the rows of all ranks, one rank after another
     if held is None:  # each rank runs all images
         output = tower(**given)
-        asked.check(_counts(output.pooler_output) if asked.counts is None else asked.counts)
+        asked.count(output)
         ordered = np.argsort(at)
         own = ordered[at[ordered] // shard.num_tokens == shard.rank]
         return _of_rows(asked.patches, output, lambda features: features.index_select(0, _on(features.device, own)))
     by_rank = _shares(held[asked.patches], shard.world_size)
     share = np.flatnonzero(by_rank == shard.rank)
     runs = share if len(share) else np.array([held[asked.patches].argmin()])  # for the collectives of FSDP
-    for name, of in held.items():
-        argument = pixels if name == asked.patches else name
-        if given.get(argument) is not None:
-            given[argument] = _some(given[argument], of, runs)
-    output = tower(**given)
+    output = tower(**_given(given, held, runs, pixels, asked.patches))
     counts = asked.counts
     if counts is None:
         of_all = torch.zeros(len(by_rank), dtype=torch.int64)
@@ -232,6 +305,18 @@ def _shares(weights: IntArray, ranks: int) -> IntArray:
     for image in np.argsort(-weights, kind="stable").tolist():
         found[image] = work.argmin()
         work[found[image]] += weights[image]
+    return found
+
+
+def _given(
+    given: dict[str, Any], held: dict[str, IntArray], images: IntArray, pixels: str, patches: str
+) -> dict[str, Any]:
+    """The arguments of a tower for some images."""
+    found = dict(given)
+    for name, of in held.items():
+        argument = pixels if name == patches else name
+        if given.get(argument) is not None:
+            found[argument] = _some(given[argument], of, images)
     return found
 
 

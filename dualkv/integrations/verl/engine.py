@@ -51,7 +51,7 @@ from dualkv.data.media import SEGMENTS
 from dualkv.data.memory import RowCosts
 from dualkv.integrations import patching, transformers
 from dualkv.integrations.transformers import adapters, fused, heads, layers, media, recurrent, support
-from dualkv.integrations.transformers.media import Placed
+from dualkv.integrations.transformers.placed import Placed
 from dualkv.integrations.verl import canary, walked
 from dualkv.integrations.verl import data as verl_data
 from dualkv.integrations.verl.batches import MODEL_TYPE, PacksBatches, packed_parts, temperatures

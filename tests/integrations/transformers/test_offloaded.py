@@ -19,7 +19,8 @@ import accelerate
 from dualkv.branches import Branch
 from dualkv.context_parallel import ContextShard
 from dualkv.integrations.transformers import enable
-from dualkv.integrations.transformers.media import Ahead, Placed
+from dualkv.integrations.transformers.ahead import Ahead
+from dualkv.integrations.transformers.placed import Placed
 from dualkv.sequence_parallel import Shard
 from tests.integrations.tiny import make_model
 from tests.integrations.transformers import test_media as images
