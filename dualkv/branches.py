@@ -313,7 +313,9 @@ class Branch(PackedRows):
         keeps_all: whether layers that are checkpointed keep everything in this call, so that none runs again.
         anchor: a leaf that gives what reads kept tensors a place in the graph. It gets no gradient.
         at_end: callbacks for the end of the present pass's forward.
-        took_images: whether a model placed the images of the batch, if it has some.
+        unread: inputs of an image of each kind that towers run where the part has none, because other ranks wait.
+        has_images: whether the batch has some.
+        took_images: whether a model placed them.
         widths: of the attention layers that ran, by KV heads: the bytes of rows of the path in the widest (queries,
             keys, values and results, padded, with their gradients where there are some).
     """
@@ -336,11 +338,16 @@ class Branch(PackedRows):
         self.widths: dict[int, int] = {}
         self._noted: dict[Hashable, torch.Tensor] = {}
         self.anchor = torch.zeros((), requires_grad=True)
+        self.unread: dict[str, dict[str, Any]] = {}
         self.has_images, self.took_images = any(name not in OF_TOKENS for name in part.batch.media), False
         self.at_end = ExitStack()
         self.begin(torch.is_grad_enabled() and not part.is_trunk)
 
     is_part = True
+
+    @property
+    def runs_towers(self) -> bool:  # type: ignore[override]
+        return self.has_images or bool(self.unread)
 
     @property
     def whole(self) -> Layout:

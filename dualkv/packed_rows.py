@@ -21,13 +21,13 @@ class PackedRows:
     Attributes:
         is_part: whether the call is one of several of a walk, whose paths lie in other calls.
         has_positions: whether `position_ids` are not those of the layout, as where rows belong to images.
-        has_images: whether the rows are some of a batch with images, which a model takes from the batch.
+        runs_towers: whether a model takes images from the object, and not from its inputs.
     """
 
     __slots__ = ()
 
     is_part = False
-    has_positions = has_images = False
+    has_positions = runs_towers = False
 
     @property
     def whole(self) -> Layout:

@@ -29,6 +29,8 @@ import torch
 import torch.distributed as dist
 
 from dualkv.branches import Branch, Keeping
+from dualkv.data.apart import smallest
+from dualkv.data.media import Entry, moved
 from dualkv.data.memory import Memory
 from dualkv.data.parts import TreePart, plan_parts
 from dualkv.data.rows import check_used
@@ -255,13 +257,9 @@ def part_passes(
     """
     own = own_passes(parts, keeping or Keeping(), state)
     kinds = mine = _kinds(parts, state.training)
+    unread = dict[str, Entry]()
     if group is not None:
         state.writes = None
-        if held := [name for part in parts for name in part.batch.media]:
-            refusal = ValueError(
-                f"batch has media ({', '.join(dict.fromkeys(held))}) together with a group of ranks, expected text:"
-                " ranks that gather the weights of a tower would wait for those without images"
-            )
         every: list[str | None] = [None] * dist.get_world_size(group)
         dist.all_gather_object(every, None if refusal else mine, group)
         if refusal is not None:
@@ -273,13 +271,27 @@ def part_passes(
                 " passes on all of them: the errors are theirs"
             )
         kinds = "".join(_together(agreed))
+        unread = _images_of_ranks(parts, group, device)
     for index, kind in enumerate(kinds):
         is_own = mine[:1] == kind
         one = next(own) if is_own else _empty(kind, device)
         one.is_last_graph = index == kinds.rfind("G")
+        one.branch.unread = unread
         mine = mine[is_own:]
         yield from ([one] if is_own else _checked(one))
     next(own, None)  # checks that the last one was run
+
+
+def _images_of_ranks(
+    parts: Sequence[TreePart], group: dist.ProcessGroup, device: torch.device | str
+) -> dict[str, Entry]:
+    """One image of each kind that some rank has, the same on all ranks."""
+    mine = dict[str, Entry]()
+    for batch in {id(part.batch): part.batch for part in parts}.values():
+        mine = {name: moved(one, "cpu") for name, one in smallest(batch.media).items()} | mine
+    every: list[dict[str, Entry]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(every, mine, group)
+    return {name: moved(one, device) for some in reversed(every) for name, one in some.items()}
 
 
 def own_passes(

@@ -290,7 +290,7 @@ def _with_images(module: PreTrainedModel, named: dict[str, Any]) -> dict[str, An
     tokens = named["input_ids"] if named.get("input_ids") is not None else named.get("inputs_embeds")
     if tokens is None or tokens.dim() < 2 or tokens.shape[0] != 1:
         return named  # which the decoder refuses
-    with_media = media.given(named) or named.get(media.BLOCKS) is not None or packed_rows(layout).has_images
+    with_media = media.given(named) or named.get(media.BLOCKS) is not None or packed_rows(layout).runs_towers
     if with_media and torch.compiler.is_compiling():
         raise ValueError(f"images came to a compiled {type(module).__name__} {media.UNPLACED}")
     media.refuse_forgotten(module, named)

@@ -10,9 +10,7 @@ In Gemma 3 and 4 the rows of an image also see each other's rows behind them; se
 
 from __future__ import annotations
 
-import inspect
 import re
-import sys
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -28,7 +26,7 @@ from dualkv.data.trees import PackedSequences
 from dualkv.integrations.transformers import towers
 from dualkv.integrations.transformers.ahead import Ahead
 from dualkv.integrations.transformers.placed import Placed
-from dualkv.integrations.transformers.towers import Images, OfPart
+from dualkv.integrations.transformers.towers import FRAMES, Images, OfPart
 from dualkv.layout import Layout
 from dualkv.packed_rows import PackedRows, packed_rows
 from dualkv.sequence_parallel import Shard
@@ -39,9 +37,7 @@ MEDIA = re.compile(
     r"|mm_token_type_ids|deepstack|mm_encoder|cross_attention_states"
 )
 KINDS, BLOCKS = "mm_token_type_ids", "token_type_ids"
-FRAMES = "feature_attention_mask"  # [audios, frames] of audio
 OF_AUDIO = (AUDIO, FRAMES)
-AUDIO_ROWS = "_get_feat_extract_output_lengths"  # the function from these frames to rows, of a tower or its module
 
 
 class Family(NamedTuple):
@@ -307,18 +303,21 @@ def _place_part(module: Any, how: Family, named: dict[str, Any], branch: Branch)
             " a part takes its own"
         )
     branch.took_images = True
-    if not branch.has_images:
+    if not branch.runs_towers:
         return None
     ids = _checked_ids("a part of a batch with images", named, branch.num_tokens)
     branch.check_module(module)
     of_models = _WALKED.setdefault(batch, WeakKeyDictionary())
-    if (seen := of_models.get(module)) is None:
+    seen = of_models.get(module) if branch.has_images else Seen(batch.layout.position_ids[None], {}, None)
+    if seen is None:
         of_all = {**batch.media, "input_ids": batch.input_ids}
         segments, _, kinds = _separated(module, how, of_all)
         of_all |= {how.ahead: kinds} if how.ahead else {}
         seen = of_models[module] = _seen(module, how, of_all, segments, batch.layout, None)
     own = {patches: OfPart.of(images, part) for patches, images in seen.images.items()}
     own = {patches: images for patches, images in own.items() if len(images.own)}
+    for patches in branch.unread.keys() - own.keys():  # ranks wait for each other's towers
+        own[patches] = OfPart.unread(patches, branch.unread[patches], batch.layout)
     towers.ask(module, own)
     for images in own.values():
         named |= images.images.inputs
@@ -379,7 +378,7 @@ def _rows_of_images(
 ) -> tuple[str, torch.Tensor | None]:
     """The input that says how many rows each image has, and these numbers; None where only the tower says it."""
     if patches == AUDIO:
-        return _rows_of_audio(module, named)
+        return towers.rows_of_audio(module, named)
     needed = grid if how.grid else PLACES[patches] if how.windows else None
     if needed is not None and named.get(needed) is None:
         raise ValueError(f"{patches} came without {needed}, expected it for each image")
@@ -438,30 +437,6 @@ def _ahead(module: Any, how: Family, ids: torch.Tensor, kinds: torch.Tensor, lay
     return Ahead(queries.to(ids.device), keys.to(ids.device), of_images, how.windows)
 
 
-def _rows_of_audio(module: Any, named: dict[str, Any]) -> tuple[str, torch.Tensor]:
-    """The input that says how long each audio is, and its rows by the model's own function."""
-    features, mask = named[AUDIO], named.get(FRAMES)
-    if mask is None or features.dim() != 3 or mask.shape != (len(features), features.shape[2]):
-        raise ValueError(
-            f"{AUDIO} has shape {tuple(features.shape)}, {FRAMES} {None if mask is None else tuple(mask.shape)},"
-            " expected [audios, C, frames] and [audios, frames]"
-        )
-    lengths = mask.sum(1).cpu()
-    rule = getattr(module.audio_tower, AUDIO_ROWS, None)
-    if rule is not None:
-        return FRAMES, rule(lengths)[1]
-    chunk = 2 * module.config.audio_config.n_window
-    widths = lengths.clamp(max=chunk)
-    if (widths != widths[0]).any():
-        raise ValueError(
-            f"{FRAMES} has audio of {int(lengths.min())} frames beside longer audio, expected {chunk} frames or more,"
-            f" or audio of one length: with longer audio beside it, {type(module).__name__} makes other features of it"
-        )
-    cls = next(c for c in type(module).__mro__ if c.__module__.startswith("transformers.models."))
-    rule = getattr(sys.modules[cls.__module__], AUDIO_ROWS)
-    return FRAMES, rule(lengths, *[chunk // 2][: len(inspect.signature(rule).parameters) - 1])
-
-
 def _grid_positions(module: Any, how: Family, named: dict[str, Any], layout: Layout) -> torch.Tensor:
     """[3, 1, T] on the CPU: frames, height and width of each row, from the model's own function."""
     ids, kinds = named["input_ids"].cpu(), named.get(KINDS)
@@ -503,7 +478,7 @@ def _grid_positions(module: Any, how: Family, named: dict[str, Any], layout: Lay
         owners[grid] = towers.owners(rows, merged, layout, grid)
     if named.get(AUDIO) is not None:
         rows = (ids[0] == module.config.audio_token_id).nonzero()[:, 0]
-        name, counts = _rows_of_audio(module, named)
+        name, counts = towers.rows_of_audio(module, named)
         owners["audio_seqlens"], grids["audio_seqlens"] = (
             towers.owners(rows, counts, layout, name),
             named[name].sum(1).cpu(),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,8 @@ from torch import nn
 from torch.nn.functional import pad
 
 from dualkv.arrays import IntArray
-from dualkv.data.media import AUDIO, GRIDS, IN_ROWS, OF_TOKENS, PLACES, SECONDS, TOGETHER, sampled
+from dualkv.data.apart import held, some
+from dualkv.data.media import AUDIO, OF_TOKENS, SECONDS, sampled
 from dualkv.data.parts import TreePart
 from dualkv.integrations import patching
 from dualkv.layout import Layout
@@ -34,6 +36,8 @@ METHODS = {
     "pixel_values_videos": "get_video_features",
     AUDIO: "get_audio_features",
 }
+FRAMES = "feature_attention_mask"  # [audios, frames] of audio
+AUDIO_ROWS = "_get_feat_extract_output_lengths"  # the function from these frames to rows, of a tower or its module
 
 
 @dataclass
@@ -86,20 +90,6 @@ class Images:
             self.counts = _counts(output.pooler_output)
             self.check(self.counts)
 
-    def held(self) -> dict[str, IntArray] | None:
-        """Count every image's part of each input's first dimension; None where images cannot be run apart."""
-        if {IN_ROWS, TOGETHER} & self.inputs.keys():
-            return None
-        grid = next((self.inputs[name] for _, name, _ in GRIDS if name in self.inputs), None)
-        frames = self.inputs.get("num_frames_per_video")
-        images = len(next(x for x in (grid, frames, self.inputs[self.patches]) if x is not None))
-        found = {name: np.ones(images, np.int64) for name in self.inputs}
-        if grid is not None:
-            found[self.patches] = grid.prod(1).cpu().numpy()
-        elif frames is not None:
-            found |= dict.fromkeys((self.patches, PLACES[self.patches]), torch.as_tensor(frames).cpu().numpy())
-        return found if all(len(self.inputs[name]) == of.sum() for name, of in found.items()) else None
-
 
 class OfPart(NamedTuple):
     """The images of a part of a walk.
@@ -118,21 +108,23 @@ class OfPart(NamedTuple):
         order = np.argsort(places, kind="stable")
         return cls(images, order[places[order] >= 0])
 
+    @classmethod
+    def unread(cls, patches: str, inputs: dict[str, Any], layout: Layout) -> OfPart:
+        """Make images whose features no row reads."""
+        none = torch.zeros(len(inputs[patches]), dtype=torch.int64)
+        return cls(Images(patches, patches, none[:0], none, None, layout, None, inputs), none[:0].numpy())
+
     def run(self, tower: Callable[..., Any], pixels: str, given: dict[str, Any]) -> Any:
         """The tower's output for the part's placeholders, by a call for the images that have some; see
         :func:`_shared`."""
-        held = self.images.held()
-        if held is None:  # all images run in each part
+        of_inputs, counts = held(self.images.patches, self.images.inputs), self.images.counts
+        if of_inputs is None or counts is None:  # all run: in each part, or once for their counts
             output = tower(**given)
             self.images.count(output)
             return _of_rows(self.images.patches, output, lambda x: x.index_select(0, _on(x.device, self.own)))
-        if self.images.counts is None:
-            with torch.no_grad():
-                self.images.count(tower(**given))
-        assert self.images.counts is not None
-        image = np.repeat(np.arange(len(self.images.counts)), self.images.counts.numpy())
-        runs = np.unique(image[self.own])
-        output = tower(**_given(given, held, runs, pixels, self.images.patches))
+        image = np.repeat(np.arange(len(counts)), counts.numpy())
+        runs = np.unique(image[self.own]) if len(self.own) else np.array([of_inputs[self.images.patches].argmin()])
+        output = tower(**_given(given, of_inputs, runs, pixels, self.images.patches))
         index = (np.cumsum(np.isin(image, runs)) - 1)[self.own]
         return _of_rows(self.images.patches, output, lambda x: x.index_select(0, _on(x.device, index)))
 
@@ -226,6 +218,30 @@ def _counts(features: Any) -> torch.Tensor:
     return torch.tensor([len(x) for x in features], dtype=torch.int64)
 
 
+def rows_of_audio(module: Any, named: dict[str, Any]) -> tuple[str, torch.Tensor]:
+    """The input that says how long each audio is, and its rows by the model's own function."""
+    features, mask = named[AUDIO], named.get(FRAMES)
+    if mask is None or features.dim() != 3 or mask.shape != (len(features), features.shape[2]):
+        raise ValueError(
+            f"{AUDIO} has shape {tuple(features.shape)}, {FRAMES} {None if mask is None else tuple(mask.shape)},"
+            " expected [audios, C, frames] and [audios, frames]"
+        )
+    lengths = mask.sum(1).cpu()
+    rule = getattr(module.audio_tower, AUDIO_ROWS, None)
+    if rule is not None:
+        return FRAMES, rule(lengths)[1]
+    chunk = 2 * module.config.audio_config.n_window
+    widths = lengths.clamp(max=chunk)
+    if (widths != widths[0]).any():
+        raise ValueError(
+            f"{FRAMES} has audio of {int(lengths.min())} frames beside longer audio, expected {chunk} frames or more,"
+            f" or audio of one length: with longer audio beside it, {type(module).__name__} makes other features of it"
+        )
+    cls = next(c for c in type(module).__mro__ if c.__module__.startswith("transformers.models."))
+    rule = getattr(sys.modules[cls.__module__], AUDIO_ROWS)
+    return FRAMES, rule(lengths, *[chunk // 2][: len(inspect.signature(rule).parameters) - 1])
+
+
 # ---------------------------------------------------------------- ranks
 def check_ranks(named: dict[str, Any], names: list[str], shard: Shard) -> None:
     """Raises ValueError on all ranks, if they have other images. Every call compares, also one without images, for
@@ -258,18 +274,18 @@ def _shared(asked: Images, shard: Shard, tower: Callable[..., Any], pixels: str,
 
     pixels: the name of the tower's argument with the patches.
     """
-    held = asked.held()
+    of_inputs = held(asked.patches, asked.inputs)
     at = np.argsort(shard.host_order)[asked.rows.numpy()]  # among the rows of all ranks, one rank after another
-    if held is None:  # each rank runs all images
+    if of_inputs is None:  # each rank runs all images
         output = tower(**given)
         asked.count(output)
         ordered = np.argsort(at)
         own = ordered[at[ordered] // shard.num_tokens == shard.rank]
         return _of_rows(asked.patches, output, lambda features: features.index_select(0, _on(features.device, own)))
-    by_rank = _shares(held[asked.patches], shard.world_size)
+    by_rank = _shares(of_inputs[asked.patches], shard.world_size)
     share = np.flatnonzero(by_rank == shard.rank)
-    runs = share if len(share) else np.array([held[asked.patches].argmin()])  # for the collectives of FSDP
-    output = tower(**_given(given, held, runs, pixels, asked.patches))
+    runs = share if len(share) else np.array([of_inputs[asked.patches].argmin()])  # for the collectives of FSDP
+    output = tower(**_given(given, of_inputs, runs, pixels, asked.patches))
     counts = asked.counts
     if counts is None:
         of_all = torch.zeros(len(by_rank), dtype=torch.int64)
@@ -309,24 +325,15 @@ def _shares(weights: IntArray, ranks: int) -> IntArray:
 
 
 def _given(
-    given: dict[str, Any], held: dict[str, IntArray], images: IntArray, pixels: str, patches: str
+    given: dict[str, Any], of_inputs: dict[str, IntArray], images: IntArray, pixels: str, patches: str
 ) -> dict[str, Any]:
     """The arguments of a tower for some images."""
     found = dict(given)
-    for name, of in held.items():
+    for name, of in of_inputs.items():
         argument = pixels if name == patches else name
         if given.get(argument) is not None:
-            found[argument] = _some(given[argument], of, images)
+            found[argument] = some(given[argument], of, images)
     return found
-
-
-def _some(value: Any, held: IntArray, images: IntArray) -> Any:
-    """The part of an input that some images have."""
-    begin = np.cumsum(held) - held
-    rows = np.concatenate([np.arange(begin[i], begin[i] + held[i]) for i in images.tolist()])
-    if isinstance(value, torch.Tensor):
-        return value.index_select(0, torch.from_numpy(rows).to(value.device))
-    return [value[i] for i in rows.tolist()]
 
 
 def _on(device: torch.device, index: IntArray) -> torch.Tensor:

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 import dualkv
 
@@ -16,6 +18,7 @@ from dualkv.integrations.transformers import enable
 from tests.integrations.tiny import assert_close, gradients
 from tests.integrations.transformers.test_media import GRID, NONE, ONE, PLAIN, TWO, make, without
 from tests.integrations.transformers.test_media_turns import WIDE, alone, merged, tree, turn
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OFTEN = ("Qwen2_5_VL", "Qwen3VL", "Qwen3_5", "InternVL", "LlavaNext", "Gemma3", "Gemma4")
@@ -115,3 +118,53 @@ def test_what_is_refused() -> None:
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             dualkv.walk(batch, 4, forward)
+
+
+# ---------------------------------------------------------------- ranks
+class Policy(nn.Module):
+    """A model with its head and loss in one forward."""
+
+    def __init__(self, family: str) -> None:
+        super().__init__()
+        self.lm = enable(make(family), check=False)
+
+    def forward(self, rows: Any, given: Any, one: Any = None, **media: Any) -> torch.Tensor | None:
+        hidden = self.lm.model(input_ids=rows.input_ids, dualkv=given, **media).last_hidden_state
+        if one is not None and not one.has_loss:
+            return one.zero_loss(hidden, self.lm.lm_head.weight) if one.has_graph else None
+        logp, _ = dualkv.response_logprobs(hidden, self.lm.lm_head.weight, rows)
+        return (torch.cat(rows.unpack(logp)) if one is None else rows.expand(logp)).sum()
+
+
+def on_a_rank(rank: int) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    mesh = dist.init_device_mesh("cpu", (2,))
+    draw = torch.Generator().manual_seed(1)
+    for family, other in (("Qwen3VL", NONE), ("LlavaNext", NONE), ("Qwen3VL", None)):
+        text = [turn(draw, family, NONE)[0] for _ in range(2)]
+        of_ranks = [packed(family)[0], None if other is None else dualkv.pack_sequences(text)]
+        plain, policy = Policy(family), Policy(family)
+        for batch in of_ranks:
+            if batch is not None:
+                plain(batch, batch.layout, **batch.media).backward()
+        tower = next(x for name, x in policy.named_modules() if name.endswith(("visual", "vision_tower")))
+        blocks = next(x for x in tower.modules() if isinstance(x, nn.ModuleList) and len(x) == 2)
+        for part in (*blocks, *policy.lm.model.language_model.layers, policy):
+            fully_shard(part, mesh=mesh)
+        for one in dualkv.walk_passes(of_ranks[rank], 12, group=dist.group.WORLD):
+            with one:
+                loss = policy(one.part, one.branch, one)
+            one.backward(None if loss is None else 2 * loss)  # FSDP takes the mean over ranks
+        floor = torch.stack([p.grad.norm() for p in plain.parameters() if p.grad is not None]).mean()
+        for (name, p), (_, wanted) in zip(policy.named_parameters(), plain.named_parameters(), strict=True):
+            if wanted.grad is not None:
+                error = (p.grad.full_tensor() - wanted.grad).norm() / wanted.grad.norm().clamp(floor)
+                assert error < 1e-5, (family, name, error)
+    dist.destroy_process_group()
+
+
+def test_ranks_without_images_run_towers_too() -> None:
+    """Test that no rank of FSDP2 waits for another one's tower, and that gradients are those of one process."""
+    on_ranks(2, "tests.integrations.transformers.test_media_walks:on_a_rank")
