@@ -271,7 +271,7 @@ def part_passes(
                 " passes on all of them: the errors are theirs"
             )
         kinds = "".join(_together(agreed))
-        unread = _images_of_ranks(parts, group, device)
+        unread = _images_of_ranks(parts, group)
     for index, kind in enumerate(kinds):
         is_own = mine[:1] == kind
         one = next(own) if is_own else _empty(kind, device)
@@ -282,16 +282,14 @@ def part_passes(
     next(own, None)  # checks that the last one was run
 
 
-def _images_of_ranks(
-    parts: Sequence[TreePart], group: dist.ProcessGroup, device: torch.device | str
-) -> dict[str, Entry]:
-    """One image of each kind that some rank has, the same on all ranks."""
+def _images_of_ranks(parts: Sequence[TreePart], group: dist.ProcessGroup) -> dict[str, Entry]:
+    """One image of each kind that some rank has, the same on all ranks, in host memory."""
     mine = dict[str, Entry]()
     for batch in {id(part.batch): part.batch for part in parts}.values():
         mine = {name: moved(one, "cpu") for name, one in smallest(batch.media).items()} | mine
     every: list[dict[str, Entry]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(every, mine, group)
-    return {name: moved(one, device) for some in reversed(every) for name, one in some.items()}
+    return {name: one for some in reversed(every) for name, one in some.items()}
 
 
 def own_passes(

@@ -37,6 +37,7 @@ MEDIA = re.compile(
     r"|mm_token_type_ids|deepstack|mm_encoder|cross_attention_states"
 )
 KINDS, BLOCKS = "mm_token_type_ids", "token_type_ids"
+POSITIONS = "position_ids"  # among the media of a walked batch: of all rows, in the place of the model's own
 OF_AUDIO = (AUDIO, FRAMES)
 
 
@@ -248,10 +249,17 @@ class Seen(NamedTuple):
 
 
 def _seen(
-    module: Any, how: Family, named: dict[str, Any], segments: dict[str, Any], layout: Layout, shard: Shard | None
+    module: Any,
+    how: Family,
+    named: dict[str, Any],
+    segments: dict[str, Any],
+    layout: Layout,
+    shard: Shard | None,
+    positions: torch.Tensor | None = None,
 ) -> Seen:
-    """All rows of a layout; `named` has their token ids."""
-    positions = _grid_positions(module, how, named, layout) if how.grid else layout.position_ids[None]
+    """All rows of a layout; `named` has their token ids. positions: a caller's, in the place of the model's."""
+    if positions is None:
+        positions = _grid_positions(module, how, named, layout) if how.grid else layout.position_ids[None]
     images = _images(module, how, named, layout, shard, segments)
     kinds = named[how.ahead] if how.ahead else None
     ahead = None if kinds is None else _ahead(module, how, named["input_ids"], kinds, layout)
@@ -313,11 +321,11 @@ def _place_part(module: Any, how: Family, named: dict[str, Any], branch: Branch)
         of_all = {**batch.media, "input_ids": batch.input_ids}
         segments, _, kinds = _separated(module, how, of_all)
         of_all |= {how.ahead: kinds} if how.ahead else {}
-        seen = of_models[module] = _seen(module, how, of_all, segments, batch.layout, None)
+        seen = of_models[module] = _seen(module, how, of_all, segments, batch.layout, None, of_all.pop(POSITIONS, None))
     own = {patches: OfPart.of(images, part) for patches, images in seen.images.items()}
     own = {patches: images for patches, images in own.items() if len(images.own)}
     for patches in branch.unread.keys() - own.keys():  # ranks wait for each other's towers
-        own[patches] = OfPart.unread(patches, branch.unread[patches], batch.layout)
+        own[patches] = OfPart.unread(patches, branch.unread[patches], part)
     towers.ask(module, own)
     for images in own.values():
         named |= images.images.inputs

@@ -97,36 +97,42 @@ class OfPart(NamedTuple):
     Attributes:
         images: of all parts.
         own: [p] the placeholders in the part, among those of `images`, in the order of the part's rows.
+        device: of the tower. Inputs may wait in host memory.
     """
 
     images: Images
     own: IntArray
+    device: torch.device
 
     @classmethod
     def of(cls, images: Images, part: TreePart) -> OfPart:
         places = part.local[images.rows.numpy()]
         order = np.argsort(places, kind="stable")
-        return cls(images, order[places[order] >= 0])
+        return cls(images, order[places[order] >= 0], part.device)
 
     @classmethod
-    def unread(cls, patches: str, inputs: dict[str, Any], layout: Layout) -> OfPart:
+    def unread(cls, patches: str, inputs: dict[str, Any], part: TreePart) -> OfPart:
         """Make images whose features no row reads."""
         none = torch.zeros(len(inputs[patches]), dtype=torch.int64)
-        return cls(Images(patches, patches, none[:0], none, None, layout, None, inputs), none[:0].numpy())
+        images = Images(patches, patches, none[:0], none, None, part.batch.layout, None, inputs)
+        return cls(images, none[:0].numpy(), part.device)
 
     def run(self, tower: Callable[..., Any], pixels: str, given: dict[str, Any]) -> Any:
         """The tower's output for the part's placeholders, by a call for the images that have some; see
         :func:`_shared`."""
         of_inputs, counts = held(self.images.patches, self.images.inputs), self.images.counts
         if of_inputs is None or counts is None:  # all run: in each part, or once for their counts
-            output = tower(**given)
+            output = tower(**self._on_device(given))
             self.images.count(output)
             return _of_rows(self.images.patches, output, lambda x: x.index_select(0, _on(x.device, self.own)))
         image = np.repeat(np.arange(len(counts)), counts.numpy())
         runs = np.unique(image[self.own]) if len(self.own) else np.array([of_inputs[self.images.patches].argmin()])
-        output = tower(**_given(given, of_inputs, runs, pixels, self.images.patches))
+        output = tower(**self._on_device(_given(given, of_inputs, runs, pixels, self.images.patches)))
         index = (np.cumsum(np.isin(image, runs)) - 1)[self.own]
         return _of_rows(self.images.patches, output, lambda x: x.index_select(0, _on(x.device, index)))
+
+    def _on_device(self, given: dict[str, Any]) -> dict[str, Any]:
+        return {name: x.to(self.device) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
 
 
 def owners(rows: torch.Tensor, counts: torch.Tensor, layout: Layout, name: str) -> IntArray:

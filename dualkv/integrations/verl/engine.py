@@ -131,8 +131,7 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
         self.row_ranks = self.model_ranks = self.engine_config.ulysses_sequence_parallel_size
         _refuse_ulysses(model_config, self.row_ranks)
         if self._keeping is not None:
-            takes_images = _takes_images(self._of_decoder(model_config.hf_config))
-            walked.refuse(model_config, self.engine_config, takes_images, self._keeping)
+            walked.refuse(model_config, self.engine_config, self._keeping)
 
     @staticmethod
     def _of_decoder(config: Any) -> Any:
@@ -179,9 +178,13 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
     def _enter_images(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Forward pre-hook of the model that sees images: it gets the layout, and this rank's rows."""
         running = self._running
-        if running is None or running.whole is None:
+        if running is None or (running.whole is None and running.branch is None):
             return args, kwargs
         named = dict(zip(layers.arguments(type(module)), args, strict=False)) | kwargs
+        if running.branch is not None:
+            running.layout = media.place(module, named, running.branch) or running.branch
+            return (), {**named, "dualkv": running.layout}
+        assert running.whole is not None
         media.ask(module, named, running.whole, running.unsplit)
         if running.unsplit is not None:
             named |= _split(running.unsplit, named)
@@ -536,13 +539,6 @@ def _refuse_fused_head(model_config: Any) -> None:
     except Exception:
         return  # as in `_checked`: the code may come with the weights
     _refuse_beside(model)
-
-
-def _takes_images(config: Any) -> bool:
-    try:
-        return bool(media.families(support.without_weights(config)))
-    except Exception:
-        return False  # as in `_checked`; batches with images are refused where a part of a walk runs
 
 
 def _refuse_beside(model: nn.Module) -> None:

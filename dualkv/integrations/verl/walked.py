@@ -31,10 +31,12 @@ from verl.workers.engine.utils import detach_tree
 
 from dualkv.arrays import IntArray, positions, to_device
 from dualkv.branches import Branch, Keeping
+from dualkv.data.media import OF_TOKENS
 from dualkv.data.memory import Memory, RowCosts
 from dualkv.data.parts import Fitting, TreePart, costed, fitting, numbered
 from dualkv.data.planning import PlannedBatch, plan_shared
 from dualkv.data.trees import PackedSequences
+from dualkv.integrations.transformers.media import POSITIONS
 from dualkv.integrations.verl import data as verl_data
 from dualkv.integrations.verl.data import PackedRollouts, Rollouts
 from dualkv.layout import Layout
@@ -46,7 +48,7 @@ NONE = np.zeros(0, np.int64)
 # In `model.fused_kernel_options`: whether to walk, the dtype of sums of gradients of keys and values, and whether these
 # wait in host memory.
 WALK, GRADIENTS, ON_HOST = "dualkv_walk", "dualkv_walk_gradients", "dualkv_walk_on_host"
-ROWS = "input_ids", "position_ids"
+ROWS = "input_ids", "position_ids", "multi_modal_inputs"
 SUMS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -72,7 +74,7 @@ def asked(options: Any) -> Keeping | None:
     return None
 
 
-def refuse(model_config: Any, engine_config: Any, takes_images: bool, keeping: Keeping) -> None:
+def refuse(model_config: Any, engine_config: Any, keeping: Keeping) -> None:
     """Raises ValueError for settings of an engine that does not walk with them."""
     for name, value, expected in (
         ("ulysses_sequence_parallel_size", engine_config.ulysses_sequence_parallel_size, 1),
@@ -89,11 +91,6 @@ def refuse(model_config: Any, engine_config: Any, takes_images: bool, keeping: K
         raise ValueError(
             f"fused_kernel_options.{GRADIENTS} is bf16 and mixed_precision.param_dtype is {computed}, whose sums are"
             " fp32: leave the option out"
-        )
-    if takes_images:
-        raise ValueError(
-            f"{WALK} is set for a {model_config.hf_config.model_type}, expected a model of text alone: each part would"
-            " need the features of all images"
         )
 
 
@@ -269,7 +266,12 @@ def _unit(
     packed = verl_data.pack(micro_batch, rollouts)
     none = np.zeros(0, np.int64)
     ids = to_device(packed.input_ids[None], device)
-    batch = PackedSequences(ids, packed.layout.to(device), none, none, none > 0)
+    media = dict[str, Any](packed.media)  # stays in host memory
+    if media:
+        kinds = [kind * (packed.input_ids == token) for token, kind in rollouts.marks.items()]
+        media[OF_TOKENS[0]] = torch.stack(kinds).sum(0)[None]
+        media |= {} if packed.position_ids is None else {POSITIONS: packed.position_ids[1:, None]}
+    batch = PackedSequences(ids, packed.layout.to(device), none, none, none > 0, media=media)
     p, r = rollouts.prompt_lens, rollouts.response_lens
     of_token = np.repeat(np.arange(len(r)), r)
     predicts = packed.head_rows.numpy()[packed.value.numpy()]
@@ -304,7 +306,7 @@ def _unit(
 
 def _of_batch(planned: Fitting | None, batch: PackedSequences) -> Fitting | None:
     """Return planned parts as parts of a batch with the same layout, else None."""
-    if planned is None:
+    if planned is None or batch.media:  # which end beside images
         return None
     own, other = batch.layout, planned.parts[0].batch.layout
     if not (torch.equal(own.offsets, other.offsets) and torch.equal(own.parent, other.parent)):
@@ -403,7 +405,7 @@ class WalksBatches:
             self._agree(error, tokens)
             return None
         try:
-            made = [] if error else units(data.select(*ROWS), rollouts, batches, memory, get_device_id())
+            made = [] if error else units(data.select(*ROWS, strict=False), rollouts, batches, memory, get_device_id())
         except ValueError as found:
             error = str(found)
         gathered = sum(p.numel() for p in self.module.parameters()) * self._autocast_dtype.itemsize

@@ -79,7 +79,7 @@ VISION = {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2
           "deepstack_visual_indexes": [0, 1]}  # fmt: skip
 OF_IMAGES = {"image_token_id": IMAGE, "video_token_id": 96, "vision_start_token_id": START, "vision_end_token_id": END}
 # The images of prompts, by the prompt's length: (height, width) in patches.
-IMAGES = {23: [(4, 6)], 30: [(4, 4), (2, 6)], 14: [(6, 4)]}
+IMAGES = {23: [(4, 6)], 30: [(4, 4), (2, 6)], 14: [(6, 4)], 300: [(10, 12), (4, 4)]}
 MODELS = {
     "dense": (Qwen3ForCausalLM, Qwen3Config(**SIZES)),
     "critic": (Qwen3ForTokenClassification, Qwen3Config(**SIZES, num_labels=1)),

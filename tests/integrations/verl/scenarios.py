@@ -136,6 +136,8 @@ ONE: dict[str, dict[str, Any]] = {
     "walk-sequence-loss": WALK | SEQUENCE_LOSS,
     "walk-critic": WALK | CRITIC,
     "walk-trees": TREES | WALK | {"temperature": "ragged", "on_host": True},
+    "stock-walk-images": STOCK | WALK_ON_ONE_RANK | IMAGES,
+    "walk-screens": PACKED | SCREENS | {"trees": 1, "walk": "large", "budget": LONG},
     "stock-hybrid": PADDED | HYBRID,
     "hybrid": PACKED | HYBRID | {"budget": TIGHT},
 }
@@ -215,6 +217,7 @@ TWO: dict[str, dict[str, Any]] = {
     "dp2-walk": WALK | {"canary": 1},
     "dp2-walk-on-one-rank": WALK | WALK_ON_ONE_RANK,
     "dp2-walk-trees": TREES | WALK | {"temperature": "ragged", "engine": {"reshard_after_forward": False}},
+    "dp2-walk-images": WALK | WALK_ON_ONE_RANK | IMAGES,
     "dp2-images": PACKED | IMAGES | {"budget": TIGHT},
     "sp2-images": PACKED | IMAGES | {"sp": 2, "budget": TIGHT // 2},
 }

@@ -274,7 +274,6 @@ def test_an_engine_refuses_a_model_when_it_is_made(
         ({"pad_to_length": True}, "pad_to_length=True, expected False"),
         ({"use_dynamic_bsz": False}, "use_dynamic_bsz=False, expected True"),
         ({"enable_activation_offload": True}, "enable_activation_offload=True, expected False"),
-        ({"images": True}, "is set for a qwen3, expected a model of text alone"),
         ({"mixed_precision": {"param_dtype": "fp32"}}, "_gradients is bf16 and mixed_precision.param_dtype is fp32"),
     ],
 )
@@ -283,7 +282,7 @@ def test_a_walk_is_refused_beside_what_it_does_not_run_with(changed: dict[str, A
     found |= {"enable_activation_offload": False, "hf_config": SimpleNamespace(model_type="qwen3")}
     of_verl = SimpleNamespace(**found | {"mixed_precision": None} | changed)
     with pytest.raises(ValueError, match=says):
-        walked.refuse(of_verl, of_verl, changed.get("images", False), Keeping(torch.bfloat16))
+        walked.refuse(of_verl, of_verl, Keeping(torch.bfloat16))
 
 
 def test_options_of_walks() -> None:
