@@ -25,7 +25,7 @@ from dualkv.data.trees import PackedSequences, pack_tree, tree_of
 from dualkv.integrations.patching import Changes
 from dualkv.integrations.transformers import adapters, enable, layers, recompute_layers, support
 from dualkv.integrations.transformers.experts import load_balancing_loss
-from dualkv.prefixes import PrefixTree, shared_prefixes
+from dualkv.prefixes import PrefixTree, SharedPrefixes, shared_prefixes
 from dualkv.row_costs import measure_rows, room
 from dualkv.walked_values import KnownLoss, walk_values
 
@@ -89,13 +89,16 @@ class Walks:
         self.known = KnownLoss(torch.sum)
         self._said: set[str] = set()
 
-    def arrange(self, batch: PackedSequences, values_first: bool) -> tuple[PackedSequences, int | list[TreePart]]:
+    def arrange(
+        self, batch: PackedSequences, values_first: bool, media: SequenceMedia | None = None
+    ) -> tuple[PackedSequences, int | list[TreePart]]:
         """Choose how a micro-batch runs: as it is packed in one pass or in parts, cut, or left alone. Says why where
         that is another way than before.
 
         Args:
             batch: its rows have one label each.
             values_first: see :func:`plan_parts`.
+            media: of its sequences.
 
         Returns:
             (a batch of the same sequences in the same order, a budget of rows or its parts).
@@ -110,18 +113,18 @@ class Walks:
         def sequences() -> list[npt.NDArray[Any]]:
             return np.split(batch.input_ids[0].cpu().numpy()[batch._rows], ends)
 
+        def shared_tokens() -> SharedPrefixes:
+            return shared_by(sequences(), media).at_least(MIN_SHARED).one_label_a_row()
+
         parts, shared, why = arrange(
-            batch,
-            lambda: shared_prefixes(sequences()).at_least(MIN_SHARED).one_label_a_row(),
-            self.budget,
-            values_first,
+            batch, lambda: shared_tokens() if media is None else media.whole(shared_tokens()), self.budget, values_first
         )
         if (way := why.translate(_NO_DIGITS)) not in self._said:
             self._said.add(way)
             logger.warning("walk: %s (micro-batches in %.1f GiB)", why, self.budget.bytes / 2**30)
         if shared is not None:
             masks = np.split(batch._mask, ends)
-            batch = pack_tree(shared.tree(), sequences(), masks, "roll", batch.device)
+            batch = pack_tree(shared.tree(), sequences(), masks, "roll", batch.device, seen=media)
             parts = plan_parts(batch, self.budget, values_first=values_first)
         return batch, parts
 
@@ -194,15 +197,13 @@ def refuse_walk(trainer: Any, **others: Any) -> None:
     given = {name: value for name, value in others.items() if value}
     if getattr(trainer, "aux_loss_enabled", False):
         given["router_aux_loss_coef"] = trainer.router_aux_loss_coef
-    if getattr(trainer, "_is_vlm", False):
-        given["processing_class"] = "multimodal"
     if trainer.accelerator.num_processes > 1:
         given["number of processes"] = trainer.accelerator.num_processes
     if given:
         said = " and ".join(f"{name} {value}" for name, value in given.items())
         raise ValueError(
-            f"walk is given together with {said}, expected a model of text in one process, without fast, canary or the"
-            " load balancing loss (router_aux_loss_coef=0)"
+            f"walk is given together with {said}, expected one process, without fast, canary or the load balancing"
+            " loss (router_aux_loss_coef=0)"
         )
 
 
@@ -269,8 +270,12 @@ def joined(prompts: list[npt.NDArray[Any]], responses: list[npt.NDArray[Any]]) -
 
 def prefix_tree(sequences: list[npt.NDArray[Any]], media: SequenceMedia | None = None) -> PrefixTree:
     """Build the tree that :func:`pack_rollouts` uses for sequences where everything is shared."""
-    shared = shared_prefixes(sequences if media is None else media.tokens(sequences))
-    return tree_of(shared, MIN_SHARED, "roll", media)
+    return tree_of(shared_by(sequences, media), MIN_SHARED, "roll", media)
+
+
+def shared_by(sequences: list[npt.NDArray[Any]], media: SequenceMedia | None) -> SharedPrefixes:
+    """Find what sequences share, images by their content."""
+    return shared_prefixes(sequences if media is None else media.tokens(sequences))
 
 
 def rows_of_tokens(batch: PackedBatch | PackedSequences) -> torch.Tensor:
@@ -324,6 +329,7 @@ def walk_head(
     names: Sequence[str],
     response_mask: torch.Tensor,
     counts: torch.Tensor | None = None,
+    media: SequenceMedia | None = None,
 ) -> dict[str, torch.Tensor]:
     """Compute what TRL's head says of each token of the responses, by walks, forward and backward.
 
@@ -333,6 +339,7 @@ def walk_head(
         names: of outputs [1, T] of the head; those that it does not make are left out.
         response_mask: [N, R] of the batch, with a token at least.
         counts: [M] of the tokens of the responses; the head skips rows that predict none of them. None: all count.
+        media: of the batch's sequences.
 
     Returns:
         [N, R] by name, 0 where response_mask is not set.
@@ -342,7 +349,7 @@ def walk_head(
     if torch.is_grad_enabled() and (loss_of := walks.loss_of) is not None:
         known, walks.loss_of = walks.known, None
         known.of_values = lambda found: loss_of(by_name(found))
-    tree, budget = walks.arrange(tree, known is None or not known.is_sum)
+    tree, budget = walks.arrange(tree, known is None or not known.is_sum, media)
     wanted = tree.labels if counts is None else labels_of(tree, counts)
     made: dict[str, torch.dtype] = {}
 

@@ -104,16 +104,16 @@ class PackedGroups(Base):
             (:func:`dualkv.walk_values`), with whole groups and their losses. A budget of rows; a
             :class:`dualkv.Memory`, in which the fastest way is taken: one pass, parts, or copies of what is shared,
             and a log entry says which and why; or True: the GPU's memory is measured in the first micro-batch.
-            None: in one pass. One process, models of text. Gradients are added while the loss is computed, so each
-            loss needs one backward (:class:`dualkv.KnownLoss`).
+            None: in one pass. One process. Bytes leave out what a vision tower takes. Gradients are added while the
+            loss is computed, so each loss needs one backward (:class:`dualkv.KnownLoss`).
 
     Raises:
         ValueError: by the constructor for a model that :func:`dualkv.integrations.transformers.enable` refuses, a
             vision-language model whose images do not run packed, PEFT adapters that `enable` refuses,
             `neftune_noise_alpha`, a `canary` below 1, a `memory` that is not positive, without `fast`, off a GPU or
-            beside other ranks, or a `walk` below 1, with `fast`, `canary`, images, the load balancing loss or other
-            ranks; in training for `walk=True` off a GPU, inputs other than text and images, and images that do not fit
-            their placeholders.
+            beside other ranks, or a `walk` below 1, with `fast`, `canary`, the load balancing loss or other ranks; in
+            training for `walk=True` off a GPU, inputs other than text and images, and images that do not fit their
+            placeholders.
         TypeError: a `walk` of another type.
     """
 
@@ -202,7 +202,8 @@ class PackedGroups(Base):
         count_rows(self, batch, ids)
         if self._walks is not None and response_mask.any():
             with self.accelerator.autocast():
-                walked = walk_head(model, batch, self._walks, ("log_probs", "entropy"), response_mask)
+                names = "log_probs", "entropy"
+                walked = walk_head(model, batch, self._walks, names, response_mask, media=found)
             return walked["log_probs"], walked.get("entropy"), None
         with self.accelerator.autocast():
             outputs, aux_loss = call(model, self.accelerator.unwrap_model(model), batch, with_aux_loss)

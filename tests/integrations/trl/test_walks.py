@@ -54,6 +54,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "beta": 0.04, "num_iterations": 2, "importance_sampling_level": "sequence", "max_steps": 4,
     },
     "entropies": {"top_entropy_quantile": 0.5, "entropy_coef": 0.01},
+    "images of tools": {"of": "screens", "model": "images", "steps_per_generation": 4, "learning_rate": 0.01},
     "RLOO, a mixture of experts": {
         "of": "rloo", "model": "qwen3_moe", "learning_rate": 0.01, "router_aux_loss_coef": 0.0,
     },
@@ -84,7 +85,7 @@ def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common.Walks, "_costs", lambda *args: measured(*args)._replace(head=0.0, saved=None))
 
 
-@pytest.mark.parametrize(("name", "walk"), [*zip(RUNS, (16, True, MEMORY), strict=True)])
+@pytest.mark.parametrize(("name", "walk"), [*zip(RUNS, (16, True, True, MEMORY), strict=True)])
 def test_a_walked_training_is_the_padded_one(
     folder: Path, name: str, walk: Any, kinds: set[str], monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
@@ -225,7 +226,7 @@ def test_what_a_walk_refuses(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"walk is True on cpu, expected rows or a dualkv\.Memory"):
         trainer._walks._bytes()
     settings = {"model": "qwen3_moe", "router_aux_loss_coef": 0.5}
-    with pytest.raises(ValueError, match=r"together with router_aux_loss_coef 0\.5, expected a model of text"):
+    with pytest.raises(ValueError, match=r"together with router_aux_loss_coef 0\.5, expected one process"):
         make_trainer(walking(RLOOTrainer, 9), folder, config=CONFIGS["rloo"], **settings)
 
     class WithCanary(GRPOTrainer):
