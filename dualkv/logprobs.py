@@ -21,6 +21,7 @@ from dualkv.data.packing import PackedBatch
 from dualkv.data.parts import TreePart
 from dualkv.data.rows import check_used
 from dualkv.data.trees import PackedSequences
+from dualkv.fixed_rows import linear
 from dualkv.heads import MODULE, Head, Rows, apply, autocast_now, check_rows, check_tensor, of_weight
 
 
@@ -124,7 +125,8 @@ def response_logprobs(
     divides: float | torch.Tensor | None = None if divisor == 1.0 else divisor
     if compiled and divides is not None:  # a tensor: a number would be compiled in
         divides = torch.full((), divisor, dtype=_wider(states.dtype), device=states.device)
-    settings = (divides, cap, factor), compiled, memory if differentiable and called is None else None
+    fixed = chunk_size if head.batch_invariant else None
+    settings = (divides, cap, factor), compiled, memory if differentiable and called is None else None, fixed
     found = _HeadLogProbs.apply(states, rows, token, row, targets, chunks, several, called, *settings, *tensors)
     return cast(tuple[torch.Tensor, torch.Tensor], found)
 
@@ -418,6 +420,7 @@ class _HeadLogProbs(torch.autograd.Function):
 
     rows [U]: of hidden. token [M]: place of each token in the results. row [M]: place of its row among the U.
     several: rows that predict several tokens and the places of these, of all chunks (:class:`Chunk`).
+    fixed: rows of each of the head's products in the forward; None: those of the chunk.
     tensors: the weight [V, C] and the bias [V] or None; of a head that is called, the leaves of its graph.
     """
 
@@ -435,6 +438,7 @@ class _HeadLogProbs(torch.autograd.Function):
         scale: Scale,
         compiled: bool,
         memory: float | None,
+        fixed: int | None,
         *tensors: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         statistics = _chosen(_statistics, compiled)
@@ -446,7 +450,7 @@ class _HeadLogProbs(torch.autograd.Function):
         ctx.kept = {}  # by the first row of a chunk
         with torch.autocast(hidden.device.type, enabled=False):
             for u0, u1, t0, t1, *_ in chunks:
-                logits = _logits(called, hidden.index_select(0, rows[u0:u1]), tensors)
+                logits = _logits(called, hidden.index_select(0, rows[u0:u1]), tensors, fixed)
                 if len(ctx.kept) < keep:
                     ctx.kept[u0] = logits
                 top, log_total, entropy[u0:u1] = statistics(logits, scale)
@@ -466,7 +470,7 @@ class _HeadLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g_logp: torch.Tensor | None, g_entropy: torch.Tensor | None) -> tuple[Any, ...]:
         hidden, rows, token, row, targets, lse, entropy, *tensors = ctx.saved_tensors
-        wants_hidden, wants = ctx.needs_input_grad[0], ctx.needs_input_grad[11:]
+        wants_hidden, wants = ctx.needs_input_grad[0], ctx.needs_input_grad[12:]
         called, scale = ctx.called, ctx.scale
         # Gradients of tokens in the order of their rows, and their sum over the tokens of a row.
         row_logp, row_entropy = torch.zeros_like(lse), None
@@ -521,15 +525,19 @@ class _HeadLogProbs(torch.autograd.Function):
                     sums[1].add_(d.sum(0, dtype=lse.dtype))
                 del d
         found = (None if s is None else s.to(x.dtype) for x, s in zip(tensors, sums, strict=True))
-        return d_hidden, *[None] * 10, *found
+        return d_hidden, *[None] * 11, *found
 
 
-def _logits(called: _Called | None, states: torch.Tensor, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """states [n, C] -> logits [n, V], without gradients."""
+def _logits(
+    called: _Called | None, states: torch.Tensor, tensors: Sequence[torch.Tensor | None], fixed: int | None = None
+) -> torch.Tensor:
+    """states [n, C] -> logits [n, V], without gradients; by a product of a fixed number of rows, if one is given."""
     if called is not None:
         return called(states)
     weight, bias = tensors
     assert weight is not None
+    if fixed is not None:
+        return linear(states, weight, bias, fixed)
     return states @ weight.T if bias is None else torch.addmm(bias, states, weight.T)
 
 

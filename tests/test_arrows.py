@@ -27,6 +27,7 @@ ROWS: dict[tuple[str, ...], tuple[str, ...]] = {
         "dualkv/context_parallel.py",
         "dualkv/context_plan.py",
         "dualkv/draws.py",
+        "dualkv/fixed_rows.py",
         "dualkv/grpo.py",
         "dualkv/heads.py",
         "dualkv/logprobs.py",

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 OURS = "dualkv_"  # begins the names of attributes that nobody else sets
 RECORD, LAYOUT = f"{OURS}changes", f"{OURS}layout"
+INVARIANT = f"{OURS}batch_invariant"  # of attention and linear layers whose packed calls are
 # Prefixes of names of attention implementations, by `deterministic`. The name of the model's own implementation
 # follows, because transformers looks for parts of that name ("flash" decides how masks and caches are made).
 PREFIX = {False: "dualkv|", True: "dualkv-deterministic|"}

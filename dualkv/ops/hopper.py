@@ -36,7 +36,7 @@ from dualkv.segments import Segments
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 CAPABILITY = (9, 0)
-RECOMPUTE_MARKS = 2016  # items that a cluster of the forward can mark for its recompute pass (fwd_frame.RECOMPUTE_WORDS)
+RECOMPUTE_MARKS = 2016  # of a cluster of the forward: 32 * RECOMPUTE_WORDS (cute_kernels/fwd_frame.py)
 
 
 # ---------------------------------------------------------------- which calls

@@ -12,7 +12,7 @@ from codegen.spec import forward_spec
 from dualkv import Layout
 from tests import oracle
 from tests.gpu.test_forward import LAYOUTS, inputs
-from tools import invariance
+from tools.bench import invariance
 
 CALLS = [(heads, dtype) for heads in invariance.HEADS for dtype in ("bf16", "fp16")]
 TREE = Layout.from_segments([0, 150, 200, 260, 700, 710, 900], [-1, 0, 1, 1, 0, 4])
@@ -63,8 +63,8 @@ def test_without_it_bits_depend_on_the_batch():
 
 @pytest.mark.parametrize("name", [*LAYOUTS, "tree", "silent prompts"])
 def test_results_are_as_exact_as_without(name):
-    """Against float64: twice plain PyTorch's error at most, as of every other call; also of large scores, which take
-    the recompute pass."""
+    """The bound is twice plain PyTorch's error against float64, as of every other call. Large scores take the recompute
+    pass."""
     layout = {"tree": TREE, "silent prompts": LAYOUTS["one group"].without_prompt_queries()}.get(name) or LAYOUTS[name]
     layout = layout.to("cuda")
     for scale in (1.0, 30.0):

@@ -34,6 +34,7 @@ from dualkv.integrations.transformers import (
     fused,
     heads,
     indexers,
+    invariant,
     labels,
     layers,
     masks,
@@ -187,25 +188,9 @@ def _enter_decoder(
     given = None if packed.has_positions else kwargs.get("position_ids")
     position_ids = _positions(tokens, given, layout)
     if given is None and (padding := layers.padding_before_positions(module)) is not None:
-        position_ids = _behind(padding, tokens, position_ids, name)
+        position_ids = layers.behind_padding(padding, tokens, position_ids, name)
     changed = {"use_cache": False, "attention_mask": mask, "position_ids": position_ids, "dualkv": packed.of_layers}
     return args, {**kwargs, **changed}
-
-
-def _behind(padding: int, tokens: torch.Tensor, position_ids: torch.Tensor, name: str) -> torch.Tensor:
-    """The positions of RoBERTa's kin, which begin behind the padding's id and do not count tokens of that id.
-
-    Raises:
-        ValueError: such a token is among the tokens [1, t]; on a GPU an asynchronous assertion fails.
-    """
-    if not tokens.is_floating_point():
-        pads = (tokens == padding).any()
-        message = f"a token is {name}'s pad_token_id ({padding}), which its positions skip: leave padding out"
-        if pads.device.type != "cpu":
-            torch._assert_async(~pads, message)
-        elif pads:
-            raise ValueError(message)
-    return position_ids + padding + 1
 
 
 def _refuse_forgotten(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -443,7 +428,9 @@ def _configs(model: nn.Module) -> list[Any]:
     return list({id(config): config for config in configs}.values())
 
 
-def enable(model: Model, *, deterministic: bool = False, check: bool = True, fast: bool = False) -> Model:
+def enable(
+    model: Model, *, deterministic: bool = False, check: bool = True, fast: bool = False, batch_invariant: bool = False
+) -> Model:
     """Lets `model(input_ids=..., dualkv=layout)` run packed groups. Calls without a layout do not change.
 
     With a layout every attention layer runs :func:`dualkv.attention`, with the windows or chunks of the mask that its
@@ -485,6 +472,9 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True, fas
             kernels. Gradient checkpointing keeps attention; in one process on a GPU, the last layers keep their
             products too, or everything, as long as 0.9 of the GPU's memory is enough (`recompute_layers(..., memory=)`
             afterwards sets another limit). `disable` leaves gradient checkpointing on.
+        batch_invariant: the bits of a row's hidden states and log-probs depend on its path alone, and on where that is
+            cut into segments (:mod:`dualkv.integrations.transformers.invariant`). Not with `fast`, walks or context
+            parallelism.
 
     Returns:
         The same model.
@@ -494,26 +484,37 @@ def enable(model: Model, *, deterministic: bool = False, check: bool = True, fas
             transformers' registry, is not causal, has a recurrent state of an unknown kind, a head dim above 512 or a
             mask with a rule of the model's own; a head makes one row of logits for a whole input; installed kernels of
             recurrent layers have no right backward on this GPU; windows or chunks of less than 1 key; PEFT's adapters
-            that read other rows or add some, or that nobody has judged (docs/transformers.md has a table).
+            that read other rows or add some, or that nobody has judged (docs/transformers.md has a table); parts that
+            are not known to be batch-invariant, if that is asked for.
             A call with a layout raises ValueError for attention dropout in training, noise that is not drawn for each
             row (dropped layers, NEFTune) and statistics over rows in training, other adapters than before, masks,
             caches, images that do not match their placeholders or that the model is not known to run packed, a token
             count or positions other than the layout's, and sequences that share rows and get different rotary factors
             by their lengths.
-        TypeError: `model` is no module; `deterministic` is not a bool.
+        TypeError: `model` is no module; `deterministic` or `batch_invariant` is not a bool.
     """
     check_model(model)
-    check_bool("deterministic", deterministic)
+    for name, value in (("deterministic", deterministic), ("batch_invariant", batch_invariant)):
+        check_bool(name, value)
+    if fast and batch_invariant:
+        raise ValueError(
+            "batch_invariant is True with fast=True, whose kernels are not proven: expected one of the two"
+        )
     layers.refuse(model)
     inner = layers.decoders(model)
-    for sentence in adapters.objections(model, inner, known_alone=check):
+    unproven = invariant.objections(model, inner) if batch_invariant else ()
+    for sentence in (*adapters.objections(model, inner, known_alone=check), *unproven):
         raise ValueError(sentence)
     disable(model)
+    if batch_invariant:
+        invariant.install(model, inner)
     for decoder in inner:
         if check:
             small = adapters.shrunk(model, decoder)
             selfcheck.check(decoder, enable, small)
             selfcheck.ask_later(decoder, small, enable)
+            if batch_invariant:
+                selfcheck.check(decoder, enable, small, "invariance")
         adapters.remember(decoder)
     for decoder in inner:
         recurrent.install(decoder)

@@ -27,6 +27,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from dualkv.arrays import check_model
 from dualkv.heads import INSTEAD, KNOWN, Head, Rows, check_whole
+from dualkv.integrations import patching
 from dualkv.integrations.patching import Changes
 from dualkv.integrations.transformers import layers, recurrent, selfcheck
 from dualkv.integrations.transformers.shrink import HIDDEN, shrink
@@ -84,7 +85,7 @@ def head(model: nn.Module) -> Head:
     after = _behind(whole, rule)
     _refuse_shards(inner, module)
     if _is_linear(module):
-        return Head(module.weight, module.bias, before=before, **after)
+        return Head(module.weight, module.bias, before=before, batch_invariant=_is_invariant(module), **after)
     _refuse_dropout(inner, module)
     return Head(module=_on_rows(module), before=before, **after)
 
@@ -113,7 +114,7 @@ def _left(whole: PreTrainedModel, inner: PreTrainedModel, module: Any, linear: b
     _refuse_shards(inner, module)
     after = _behind(whole, _rule(whole, inner))
     if linear:
-        return Head(module.weight, module.bias, **after)
+        return Head(module.weight, module.bias, batch_invariant=_is_invariant(module), **after)
     _refuse_dropout(inner, module)
     return Head(module=_on_rows(forward), **after)
 
@@ -215,11 +216,16 @@ def _is_linear(module: Any, with_hooks: bool = True) -> bool:
         inside = [module.original_module, *module.modules_to_save.values()]
     for part in inside:
         cls = next(c for c in type(part).__mro__ if not issubclass(c, FSDPModule))
-        if cls is not nn.Linear or "forward" in vars(part):
+        if cls is not nn.Linear or ("forward" in vars(part) and patching.INVARIANT not in vars(part)):
             return False
     called = [part for part in (module, *inside) if with_hooks or part is not module]
     hooks = [hook for part in called for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())]
     return all(map(_gathers, hooks))
+
+
+def _is_invariant(module: nn.Module) -> bool:
+    """Whether the products of a linear head are batch-invariant (:mod:`dualkv.integrations.transformers.invariant`)."""
+    return patching.INVARIANT in vars(module)
 
 
 def _gathers(hook: Any) -> bool:

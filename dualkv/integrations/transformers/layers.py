@@ -15,6 +15,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from codegen.tiles import HEAD_DIMS
 from dualkv.data.gain import PAIRS_A_ROW
+from dualkv.integrations import patching
 from dualkv.integrations.transformers import indexers, masks, media, recurrent
 from dualkv.ops.features import Features
 
@@ -117,6 +118,22 @@ def padding_before_positions(decoder: nn.Module) -> int | None:
     embeddings = (module for module in decoder.children() if hasattr(module, "create_position_ids_from_input_ids"))
     found = next(embeddings, None)
     return None if found is None else cast(int, found.padding_idx)
+
+
+def behind_padding(padding: int, tokens: torch.Tensor, position_ids: torch.Tensor, name: str) -> torch.Tensor:
+    """The positions of RoBERTa's kin, which begin behind the padding's id and do not count tokens of that id.
+
+    Raises:
+        ValueError: such a token is among the tokens [1, t]; on a GPU an asynchronous assertion fails.
+    """
+    if not tokens.is_floating_point():
+        pads = (tokens == padding).any()
+        message = f"a token is {name}'s pad_token_id ({padding}), which its positions skip: leave padding out"
+        if pads.device.type != "cpu":
+            torch._assert_async(~pads, message)
+        elif pads:
+            raise ValueError(message)
+    return position_ids + padding + 1
 
 
 def drops_arguments(cls: type[nn.Module]) -> bool:
@@ -239,7 +256,7 @@ def features(module: nn.Module, mask: Any, given: dict[str, Any]) -> Features:
                 f"{layer} has {_shown(attribute, held)} and hands {_shown(name, value)} to its attention function:"
                 " expected one value"
             )
-    return Features(*visible, given.get("s_aux"), given.get("softcap"))
+    return Features(*visible, given.get("s_aux"), given.get("softcap"), patching.INVARIANT in vars(module))
 
 
 def has_temperature(module: nn.Module) -> bool:

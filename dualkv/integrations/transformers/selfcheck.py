@@ -26,7 +26,7 @@ from dualkv.branches import Branch
 from dualkv.data.trees import PackedSequences
 from dualkv.draws import Draws, Shape
 from dualkv.integrations import patching
-from dualkv.integrations.transformers import adapters, checkpointing, indexers, layers, recurrent, rotary
+from dualkv.integrations.transformers import adapters, checkpointing, indexers, invariant, layers, recurrent, rotary
 from dualkv.integrations.transformers.shrink import shrink
 from dualkv.integrations.transformers.traced import where_traced
 from dualkv.layout import Layout
@@ -49,8 +49,9 @@ EVEN_PARENTS = [-1, 0, 0, -1, 3, 3, 3, -1, 7, 8, 8, 7, 11, 7, -1, 14, 14, -1, 17
 BUDGET = 6  # rows of a part of the walk: some segments are cut, some parts have several
 
 # What is compared: hidden states in evaluation; hidden states and gradients in training, where every random draw is
-# one number; the same of `dualkv.walk`, a part at a time, and of layers that keep their products.
-Stage = Literal["evaluation", "training", "walk", "products"]
+# one number; the same of `dualkv.walk`, a part at a time, and of layers that keep their products; the bits of hidden
+# states in several packings.
+Stage = Literal["evaluation", "training", "walk", "products", "invariance"]
 ASKED = "dualkv_asked"  # attribute of an enabled decoder: its adapters in small, `enable`, and the stages that ran
 
 Key = tuple[type, str, str, Stage]
@@ -66,15 +67,18 @@ class OneDrawError(CannotRunError):
     """A draw that a call makes once for all of its rows changes the result."""
 
 
-def check(decoder: PreTrainedModel, enable: Callable[..., Any], small: Sequence[Any] = ()) -> None:
-    """Raises ValueError, in one sentence, if packed and replicated hidden states of a small copy differ.
+def check(
+    decoder: PreTrainedModel, enable: Callable[..., Any], small: Sequence[Any] = (), stage: Stage = "evaluation"
+) -> None:
+    """Raises ValueError, in one sentence, if what a stage compares differs in a small copy.
 
     Args:
         decoder: only its class and configuration are read. Each pair of them is checked once in a process.
         enable: :func:`dualkv.integrations.transformers.enable`.
         small: its adapters, by :func:`dualkv.integrations.transformers.adapters.shrunk`.
+        stage: by default packed and replicated hidden states.
     """
-    verdict = verdict_of(_class(decoder), decoder.config, enable, small)
+    verdict = verdict_of(_class(decoder), decoder.config, enable, small, stage)
     if verdict is not None:
         raise ValueError(verdict)
 
@@ -158,6 +162,7 @@ def _verdict(
         "training": " in training",
         "walk": " a part at a time (dualkv.walk)",
         "products": " with kept products",
+        "invariance": " of other packings, bit by bit,",
     }[stage]
     by = " with its PEFT adapters" if small else ""
     return (
@@ -212,7 +217,10 @@ def difference(
         ValueError: hidden states are not finite. Other errors of the model pass through.
     """
     with _ALONE, _untouched(), torch.no_grad():
-        trial = _Trial(cls, config, small, trains=stage != "evaluation")
+        trial = _Trial(cls, config, small, trains=stage not in ("evaluation", "invariance"))
+        if stage == "invariance":
+            enable(trial.model, check=False, batch_invariant=True)
+            return "rows", float(invariant.differing_rows(trial.model, shorter=4))
         with recurrent.on_reference(trial.model), torch.set_grad_enabled(stage != "evaluation"):
             replicated = trial.replicated()
             try:

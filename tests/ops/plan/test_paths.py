@@ -143,7 +143,7 @@ def test_items_cover_each_pair_of_a_window_once(tree, tile, heads, window, by_se
 
 
 def steps_of_rows(seg, rows, tokens, tile_n, window, parts):
-    """What the kernel does for each of `rows` by segment: its place in its tile; the tile's blocks in order, as
+    """Describe what the kernel does for each of `rows` by segment: its place in its tile; the tile's blocks, as
     positions on the path, with limits; and what each part walks."""
     work, found = path_work(seg, tokens, tile_n, window, parts, by_segment=True), {}
     for item in work.items.astype(int):

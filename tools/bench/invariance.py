@@ -1,16 +1,20 @@
-"""`python -m tools.invariance`: how many rows of `dualkv.attention` change their bits with what they are packed with.
+"""`python -m tools.bench.invariance`: attention whose bits do not depend on the batch, and what that costs.
 
-Random layouts of groups and trees, head dims, GQA ratios, dtypes, features and sizes of scores. Each layout is computed
-as a whole, and some of its sequences again: alone, a few of them, groups in another order, and of half of the KV heads.
-A row counts as differing if a bit of its out or lse does. `--as-it-stands` counts without `batch_invariant`.
+`rows` counts the rows of `dualkv.attention` that change their bits with what they are packed with. Random layouts of
+groups and trees, head dims, GQA ratios, dtypes, features and sizes of scores. Each layout is computed as a whole, and
+some of its sequences again: alone, a few of them, groups in another order, and of half of the KV heads. A row counts
+as differing if a bit of its out or lse does. `cost` times the forward on named workloads.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -19,6 +23,8 @@ import typer
 
 import dualkv
 from dualkv import Layout
+from dualkv.bench.inputs import Inputs
+from dualkv.bench.workloads import EIGHT, SLOW, parse
 from tools.bench.record import OptionalJsonPath, Record
 
 HEADS = ((64, 64, 8, 1), (64, 64, 4, 4), (128, 128, 8, 2), (128, 128, 7, 1), (128, 128, 2, 2), (256, 256, 8, 4))
@@ -26,6 +32,7 @@ OTHERS = ((96, 96, 4, 2), (192, 192, 4, 1), (192, 128, 4, 4), (512, 512, 4, 2))
 FEATURES: tuple[dict[str, Any], ...] = (
     {}, {"window": 100}, {"window": 3000}, {"chunk": 200}, {"softcap": 30.0}, {"sinks": True},
 )  # fmt: skip
+COST = (*EIGHT, "agent-t10-r512", "n32-p8192-r2048-d64-gqa8", "n32-p8192-r2048-d256-gqa4", SLOW[0])
 FEATURES_OF_KERNELS = (("window", True), ("window", False), ("softcap", False), ("sinks", False))  # whether short
 
 
@@ -134,34 +141,78 @@ def differing(case: Case, device: str, rng: random.Random, **asked: Any) -> tupl
     return bad, compared
 
 
-def main(
+app = typer.Typer(help=__doc__)
+
+
+@app.command()
+def rows(
     layouts: Annotated[int, typer.Option(help="random layouts")] = 5000,
-    seconds: Annotated[float, typer.Option(help="no layout begins after so many")] = 1e9,
+    seconds: Annotated[float, typer.Option(help="no layout begins after so many")] = math.inf,
     seed: int = 0,
     device: str = "cuda",
-    as_it_stands: bool = False,
+    as_it_stands: Annotated[bool, typer.Option(help="without batch_invariant")] = False,
     json: OptionalJsonPath = None,
 ) -> None:
     """Count rows that differ in bits over random layouts."""
     record = Record(json, gpu=device != "cpu")
     rng, begin = random.Random(seed), time.time()
     counts: Counter[str] = Counter()
-    worst: list[dict[str, Any]] = []
+    first: list[dict[str, Any]] = []
     for number in range(layouts):
         if time.time() - begin > seconds:
             break
         case = draw(rng, number)
         if sum(case.lengths) == 0:
             continue
-        bad, compared = differing(case, device, rng, batch_invariant=not as_it_stands)
+        bad, compared = differing(case, device, rng, **({} if as_it_stands else {"batch_invariant": True}))
         counts.update(layouts=1, rows=compared, differ=bad, layouts_that_differ=bad > 0)
-        if bad and len(worst) < 5:
-            worst.append(case._asdict() | {"differ": bad, "of": compared})
-            print(worst[-1], flush=True)
-    print(dict(counts), f"{time.time() - begin:.0f} s")
-    record.write({"seed": seed, "batch_invariant": not as_it_stands, **counts, "first": worst})
+        if bad and len(first) < 5:
+            first.append(case._asdict() | {"differ": bad, "of": compared})
+    found = {"seed": seed, "batch_invariant": not as_it_stands, **counts, "first": first}
+    record.write(found)
+    print(found, f"{time.time() - begin:.0f} s")
     raise SystemExit(counts["differ"] > 0 and not as_it_stands)
 
 
+@app.command()
+def cost(
+    workload: Annotated[list[str] | None, typer.Option("-w", help="by name; repeat it")] = None,
+    seconds: Annotated[float, typer.Option(help="of a turn")] = 2.0,
+    turns: Annotated[int, typer.Option(help="of each side")] = 3,
+    json: OptionalJsonPath = None,
+) -> None:
+    """Measure the forward with and without `batch_invariant`, in turns; the best turn of each counts."""
+    record, results = Record(json), []
+    for one in map(parse, workload or COST):
+        best = measured(Inputs(one), seconds, turns)
+        ratio = best[True] / best[False]
+        results.append({"workload": one.name, "ms": best[False], "ms_batch_invariant": best[True], "ratio": ratio})
+        record.write({"seconds_a_turn": seconds, "turns": turns, "results": results})
+        print(f"{one.name}: {best[False]:.3f} ms, batch-invariant {best[True]:.3f} ms: {ratio:.3f} of it", flush=True)
+
+
+@torch.no_grad()
+def measured(inputs: Inputs, seconds: float, turns: int) -> dict[bool, float]:
+    """Milliseconds of a forward without and with `batch_invariant`: the best of their turns."""
+    best = {False: math.inf, True: math.inf}
+    for _, asked in itertools.product(range(turns), best):
+        call = partial(dualkv.attention, inputs.q, inputs.k, inputs.v, inputs.layout, batch_invariant=asked)
+        best[asked] = min(best[asked], milliseconds(call, seconds))
+    return best
+
+
+def milliseconds(call: Callable[[], Any], seconds: float) -> float:
+    """Time of a call, the mean of as many as take so many seconds."""
+    call()
+    torch.cuda.synchronize()
+    begin, calls = time.perf_counter(), 0
+    while time.perf_counter() - begin < seconds:
+        for _ in range(3):
+            call()
+        calls += 3
+        torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / calls * 1e3
+
+
 if __name__ == "__main__":
-    typer.run(main)
+    app()

@@ -1,0 +1,118 @@
+"""Models whose hidden states and log-probs of a sequence have the same bits whatever it is packed with.
+
+Attention is batch-invariant by its plan (:func:`dualkv.attention`). What else a decoder computes of a row, such as
+norms and activations, does not read other rows. That leaves products with weights, which run for a fixed number of rows
+at a time (:mod:`dualkv.fixed_rows`). :func:`differing_rows` checks a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any, TypeGuard
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from dualkv.fixed_rows import linear
+from dualkv.integrations import patching
+from dualkv.integrations.transformers import adapters, layers, media, recurrent
+from dualkv.layout import Layout
+
+PLAIN_LORA = "LORA"
+# Modules with a weight that no row's product reads in another order: rows of tables.
+TABLES = (nn.Embedding,)
+
+
+class Calls:
+    """Whether the last call of a decoder was packed. Layers that are recomputed in the backward are of that call."""
+
+    packed = False
+
+    def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of a decoder."""
+        self.packed = kwargs.get("dualkv") is not None
+
+
+def install(model: nn.Module, decoders: Iterable[PreTrainedModel]) -> None:
+    """Make packed calls of a model batch-invariant, to which there are no :func:`objections`."""
+    calls = Calls()
+    for decoder in decoders:
+        patching.of(decoder).before(calls.note)
+    for module in model.modules():
+        if _is_linear(module):
+            patching.of(module).replace("forward", partial(_forward, module, calls))
+            patching.of(module).replace(patching.INVARIANT, True)
+    for module in layers.attention_modules(model):
+        patching.of(module).replace(patching.INVARIANT, True)
+
+
+def objections(model: nn.Module, decoders: list[PreTrainedModel]) -> Iterator[str]:
+    """Say what keeps a model from being batch-invariant."""
+    why = "expected a model whose parts are proven, or batch_invariant=False"
+    if any(media.family(type(module)) is not None for module in model.modules()):
+        yield f"batch_invariant is True of {type(model).__name__}, whose images are not known to be so: {why}"
+    for kind, names, _ in adapters.of(model):
+        if kind != PLAIN_LORA or ":" in names:
+            yield f"batch_invariant is True with adapters of {kind} ({names}), which are not known to be so: {why}"
+    for decoder in decoders:
+        for name, mixer in recurrent.mixers(decoder):
+            yield f"batch_invariant is True and {name} ({type(mixer).__name__}) is recurrent: {why}"
+        for name, module in decoder.named_modules():
+            wide = [key for key, x in module.named_parameters(recurse=False) if x.dim() > 1]
+            if wide and not _is_linear(module) and not isinstance(module, TABLES):
+                yield f"batch_invariant is True and {name} ({type(module).__name__}) has products of its own: {why}"
+
+
+def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module is an `nn.Linear` with that class's own forward, or was one before :func:`install`."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def _forward(module: nn.Linear, calls: Calls, x: torch.Tensor) -> torch.Tensor:
+    of_rows = linear if calls.packed else nn.functional.linear
+    result: torch.Tensor = of_rows(x, module.weight, module.bias)
+    return result
+
+
+# ---------------------------------------------------------------- the check
+# Segments of two groups: lengths and parents. Sequences that share rows have one length, for rotary embeddings that
+# depend on it. On a CPU the last elements of a tensor, beyond a multiple of 16, may be computed by other code.
+LENGTHS = ((192, -1), (64, 0), (64, 0), (64, 0), (64, -1), (128, 4), (128, 4))
+PACKINGS = ([4, 6, 0, 3, 1], [0, 2], [0, 1, 2, 3], [4, 5])  # segments, in the order of a layout of their own
+
+
+@torch.no_grad()
+def differing_rows(model: Any, device: torch.device | str | None = None, shorter: int = 1) -> int:
+    """Count the rows of two groups whose hidden states differ in bits from those in other packings.
+
+    Args:
+        model: enabled; what is called with token ids and returns its hidden states first, such as `model.model`.
+        device: of the token ids; None: of the embeddings.
+        shorter: divides the lengths of all segments, which are up to 192 tokens.
+
+    Returns:
+        0 for a model that is enabled with `batch_invariant=True`.
+    """
+    table = model.get_input_embeddings()
+    draw = torch.Generator().manual_seed(0)
+    lengths = np.array([length // shorter for length, _ in LENGTHS])
+    offsets = np.append(0, np.cumsum(lengths))
+    ids = torch.randint(table.num_embeddings // 16, table.num_embeddings, (int(offsets[-1]),), generator=draw)
+    where = table.weight.device if device is None else torch.device(device)
+
+    def hidden(segments: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = torch.from_numpy(np.concatenate([np.arange(*offsets[s : s + 2]) for s in segments]))
+        place = {s: i for i, s in enumerate(segments)}
+        parent = [place.get(LENGTHS[s][1], -1) for s in segments]
+        layout = Layout.from_segments(np.append(0, np.cumsum(lengths[segments])), parent, where)
+        return model(input_ids=ids[rows][None].to(where), dualkv=layout)[0][0], rows.to(where)
+
+    whole, _ = hidden([*range(len(LENGTHS))])
+    found = 0
+    for segments in PACKINGS:
+        some, rows = hidden(segments)
+        found += int((some != whole[rows]).any(1).sum())
+    return found
