@@ -114,6 +114,8 @@ def test_stages_of_every_exact_type(kind: str) -> None:
                 expected = REFUSED_STAGES.get((kind, stage))
                 if stage == "products" and "does not support activation checkpointing" in (says or ""):
                     continue  # `recompute_layers` says so first
+                if stage == "invariance" and "batch_invariant is True" in (says or ""):
+                    continue  # parts that are not proven are refused by name
                 assert (says is None) if expected is None else (expected in (says or "")), f"{stage}: {says}"
 
 
