@@ -83,6 +83,7 @@ class Case:
     head_dim_v: int | None = None  # None: the head dim of q and k
     backend: str | None = None  # None: the first that serves the call
     few_keys: bool = False  # our kernels for many short segments run, whatever the lengths are
+    batch_invariant: bool = False
 
     def to_json(self):
         return json.dumps(asdict(self), indent=1)
@@ -193,6 +194,7 @@ CUDNN_SHARE = 0.1  # of calls that it could run
 # rounded before. The smallest bound that holds is not known.
 CUDNN_BOUNDS = 2.0
 FEW_KEYS_SHARE = 0.3  # of calls on a GPU
+INVARIANT_SHARE = 0.15  # of calls of attention
 MASSIVE_SHARE = 0.15  # of calls with another scale than a far one
 LONG_SHARE = 0.3  # of calls on a GPU with a window or chunks: of more than SHORT_WINDOW keys, where tiles are others
 
@@ -493,7 +495,7 @@ def _attention(case):
     def call():
         out, lse = dualkv.attention(
             *leaves.values(), layout, case.scale, case.deterministic, window=case.window, chunk=case.chunk, sinks=sinks,
-            softcap=case.softcap, return_lse=True, backend=case.backend,
+            softcap=case.softcap, batch_invariant=case.batch_invariant, return_lse=True, backend=case.backend,
         )  # fmt: skip
         outputs, given = ((out,), (dout,)) if dlse is None else ((out, lse), (dout, dlse))
         grads = torch.autograd.grad(outputs, wanted.values(), given)
@@ -606,8 +608,8 @@ def _simpler(case):
     for name, value in (
         ("backend", None), ("kv_heads", 1), ("strides", "contiguous"), ("values", "normal"), ("deterministic", False),
         ("scale", None), ("window", None), ("chunk", None), ("sinks", None), ("softcap", None), ("lse_grad", False),
-        ("needs", "qkv"), ("few_keys", False), ("dtype", "bf16" if case.device == "cuda" else "fp64"),
-        ("head_dim_v", None), ("head_dim", 64 if case.device == "cuda" else 8),
+        ("needs", "qkv"), ("few_keys", False), ("batch_invariant", False), ("head_dim_v", None),
+        ("dtype", "bf16" if case.device == "cuda" else "fp64"), ("head_dim", 64 if case.device == "cuda" else 8),
     ):  # fmt: skip
         if base[name] != value:
             heads = case.heads // case.kv_heads * value if name == "kv_heads" else case.heads
@@ -637,7 +639,15 @@ def seeded(seed, index, device):
     case = draw(rng, device)
     case = replace(case, few_keys=device == "cuda" and rng.random() < FEW_KEYS_SHARE)
     case = _longer(rng, case) if device == "cuda" and (case.window or case.chunk) else case
-    return _with_sinks(random.Random(f"{seed}/{index}/{device}/{MASSIVE}"), case)
+    case = _with_sinks(random.Random(f"{seed}/{index}/{device}/{MASSIVE}"), case)
+    return _invariant(random.Random(f"{seed}/{index}/{device}/batch_invariant"), case)
+
+
+def _invariant(rng, case):
+    """Draw a batch-invariant call sometimes, where the kernel of trees is compiled. Other cases of a seed stay."""
+    of_trees = case.device == "cpu" or case.heads // case.kv_heads in TREE_RATIOS
+    asked = case.kind == "attention" and case.backend is None and of_trees and rng.random() < INVARIANT_SHARE
+    return replace(case, batch_invariant=asked, few_keys=case.few_keys and not asked)
 
 
 def _with_sinks(rng, case):
