@@ -102,6 +102,11 @@ class Pass:
     def __exit__(self, *error: Any) -> None:
         self.branch.end()
         self._running.close()
+        if self.branch.has_images and not self.branch.took_images and error[0] is None:
+            raise ValueError(
+                f"batch has media ({', '.join(self.part.batch.media)}), and forward took none: expected an enabled"
+                " transformers model that holds the vision tower, called with dualkv=branch"
+            )
 
     def backward(self, loss: torch.Tensor | None = None) -> None:
         """Run the backward of a pass with a graph, and finish the pass.
@@ -116,11 +121,6 @@ class Pass:
             TypeError: a loss that is not a tensor.
         """
         check_used(self.part.seen, "forward returned hidden states", "dualkv=branch")
-        if self.branch.has_images and not self.branch.took_images:
-            raise ValueError(
-                f"batch has media ({', '.join(self.part.batch.media)}), and forward took none: expected an enabled"
-                " transformers model that holds the vision tower, called with dualkv=branch"
-            )
         # The batch's layout counts as used for what is computed from the log-probs of all parts. A part that is one
         # path may run without its layout.
         use = self.part.seen._segments.use

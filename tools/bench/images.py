@@ -1,5 +1,5 @@
 """`python -m tools.bench.images --json images.json`: forward and backward of a group with images in its prompt, with
-`--turns` also in each turn of its responses, as agents see screenshots.
+`--turns` also in each turn of its responses, as agents see screenshots; with `--walk` also in parts of so many rows.
 
     python -m tools.bench.images --json agent.json -n 8 --images 6 --text 1536 --turns 6 -r 256
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -48,6 +49,7 @@ class Sizes:
     repeats: int
     tiny: bool
     turns: int = 0
+    walk: int = 0
 
 
 class Group(NamedTuple):
@@ -114,14 +116,33 @@ def make_group(sizes: Sizes, device: torch.device) -> Group:
     return Group(prompt.to(device), on_device, mask, media_of(prompt, shared), of_sequences)
 
 
-def run_packed(model: Any, sizes: Sizes, group: Group, weights: torch.Tensor) -> torch.Tensor:
-    batch: dualkv.PackedBatch | dualkv.PackedSequences
+def packed(sizes: Sizes, group: Group) -> dualkv.PackedSequences:
     if sizes.turns:
         sequences = [torch.cat([group.prompt, one]) for one in group.responses]
         masks = [pad(group.mask, (len(group.prompt), 0))] * len(sequences)
-        batch = dualkv.pack_sequences(sequences, masks, media=group.of_sequences)
-    else:
-        batch = dualkv.pack([group.prompt], [group.responses], media=[group.media])
+        return dualkv.pack_sequences(sequences, masks, media=group.of_sequences)
+    batch = dualkv.pack([group.prompt], [group.responses], media=[group.media])
+    return dualkv.PackedSequences.from_batch(batch)
+
+
+def run_walked(model: Any, sizes: Sizes, group: Group, weights: torch.Tensor) -> torch.Tensor:
+    found = torch.zeros_like(weights).flatten()
+
+    def forward(input_ids: torch.Tensor, branch: Any) -> torch.Tensor:
+        hidden: torch.Tensor = model.model(input_ids=input_ids, dualkv=branch).last_hidden_state
+        return hidden
+
+    def loss(hidden: torch.Tensor, part: Any) -> torch.Tensor:
+        values = part.expand(dualkv.response_logprobs(hidden, head(model), part)[0])
+        found[part.places] = values.detach()
+        return (values * weights.flatten()[part.places]).sum()
+
+    dualkv.walk(packed(sizes, group), sizes.walk, forward, loss)
+    return found.view_as(weights)
+
+
+def run_packed(model: Any, sizes: Sizes, group: Group, weights: torch.Tensor) -> torch.Tensor:
+    batch = packed(sizes, group)
     hidden = model.model(input_ids=batch.input_ids, dualkv=batch.layout, **batch.media).last_hidden_state
     logp, _ = dualkv.response_logprobs(hidden, head(model), batch)
     rows = torch.stack(batch.unpack(logp))
@@ -194,19 +215,21 @@ def measure(sizes: Sizes, device: torch.device) -> dict[str, Any]:
     warm = group._replace(responses=group.responses[: sizes.micro_batch])
     rows, logps, gradients = {}, {}, {}
     few = Sizes(**asdict(sizes) | {"responses": sizes.micro_batch})
-    for way, run, repeats in (("replicated", run_replicated, 1), ("packed", run_packed, sizes.repeats)):
+    ways = [("replicated", run_replicated, 1), ("packed", run_packed, sizes.repeats)]
+    ways += [("walked", run_walked, sizes.repeats)] * (sizes.walk > 0)
+    for way, run, repeats in ways:
         if way == "packed":
             enable(model)
         run(model, few if way == "replicated" else sizes, warm if way == "replicated" else group,
             weights[: sizes.micro_batch] if way == "replicated" else weights)  # fmt: skip
         rows[way], logps[way], gradients[way] = timed(partial(run, model, sizes, group, weights), model, repeats)
     apart = {}
-    for part in ("visual", "language_model", "lm_head"):
+    for way, part in product(list(rows)[1:], ("visual", "language_model", "lm_head")):
         names = [name for name in gradients["replicated"] if part in name]
-        pairs = [(gradients["packed"][name].double(), gradients["replicated"][name].double()) for name in names]
+        pairs = [(gradients[way][name].double(), gradients["replicated"][name].double()) for name in names]
         error, norm = (sum(float(x.square().sum()) for x in of) ** 0.5 for of in (
             [a - b for a, b in pairs], [b for _, b in pairs]))  # fmt: skip
-        apart[part] = error / norm
+        apart[part if way == "packed" else f"{part}, {way}"] = error / norm
     return {
         "rows": rows,
         "times_as_fast": rows["replicated"]["median"] / rows["packed"]["median"],
@@ -230,10 +253,11 @@ def main(
     micro_batch: Annotated[int, typer.Option(help="Replicated sequences at once; packed, the group is.")] = 4,
     repeats: Annotated[int, typer.Option(help="Packed; replicated it is one, after one micro-batch.")] = 3,
     turns: Annotated[int, typer.Option(help="Of a response, an image and text each; 0: it is text.")] = 0,
+    walk: Annotated[int, typer.Option(help="Rows of a part; 0: no walk.")] = 0,
     tiny: Annotated[bool, typer.Option(help="A narrow model, to try the program.")] = False,
 ) -> None:
     """Measure forward and backward of a group with images, replicated and packed."""
-    sizes = Sizes(layers, responses, response_len, images, side, text, micro_batch, repeats, tiny, turns)
+    sizes = Sizes(layers, responses, response_len, images, side, text, micro_batch, repeats, tiny, turns, walk)
     cuda = torch.cuda.is_available()
     record = Record(json_to, cuda)
     figures = measure(sizes, torch.device("cuda" if cuda else "cpu"))

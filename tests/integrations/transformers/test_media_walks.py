@@ -118,6 +118,11 @@ def test_what_is_refused() -> None:
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             dualkv.walk(batch, 4, forward)
+    with pytest.raises(ValueError, match="and forward took none"):
+        dualkv.walk_values(
+            batch, 400, lambda ids, branch: branch.layout.mark_used(),
+            lambda _, part: torch.zeros(len(part.places), requires_grad=True),
+        )  # fmt: skip
 
 
 # ---------------------------------------------------------------- ranks
