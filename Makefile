@@ -62,6 +62,7 @@ FIRST := $(VENV)
 	$(PYTHON312) -m venv --clear --without-pip .venv-megatron312
 	$(BIN)/uv pip install --quiet --python .venv-megatron312/bin/python --constraint constraints.txt pytest \
 		--requirement tests/integrations/megatron/requirements.txt --editable .
+	$(BIN)/uv pip install --quiet --python .venv-megatron312/bin/python --no-deps megatron-bridge==0.6.2
 	touch $@
 
 demo: $(STAMP)

@@ -45,7 +45,7 @@ ROWS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("dualkv/__init__.py", "dualkv/openmp.py"): ("dualkv/integrations/",),
     ("dualkv/integrations/recurrent/",): ("dualkv/integrations/",),
     ("dualkv/integrations/transformers/",): ("dualkv/__init__.py", "dualkv/integrations/recurrent/"),
-    ("dualkv/integrations/megatron/",): ("dualkv/__init__.py", "dualkv/integrations/recurrent/"),
+    ("dualkv/integrations/megatron/",): ("dualkv/integrations/transformers/",),
     ("dualkv/integrations/experts.py",): ("dualkv/integrations/transformers/",),
     ("dualkv/integrations/swift.py",): ("dualkv/integrations/transformers/",),
     ("dualkv/integrations/openrlhf/",): ("dualkv/integrations/transformers/",),

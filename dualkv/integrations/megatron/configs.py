@@ -61,8 +61,8 @@ EXACT: dict[str, str] = {
     "attention: not used by dualkv": """
         attention_backend flash_attention_version masked_softmax_fusion qk_clip_alpha qk_clip_threshold""",
     "rotary embeddings, by position": """
-        rotary_interleaved rope_type rotary_base rotary_percent rotary_scaling_factor original_max_position_embeddings
-        beta_fast beta_slow mscale mscale_all_dim""",
+        rotary_interleaved mrope_section rope_type rotary_base rotary_percent rotary_scaling_factor
+        original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim""",
     "layers, row by row": """
         apply_residual_connection_post_layernorm layernorm_epsilon layernorm_zero_centered_gamma add_bias_linear
         add_qkv_bias gated_linear_unit activation_func glu_linear_offset activation_func_clamp_value normalization
@@ -139,7 +139,6 @@ RULED = """
 # Fields of a TransformerConfig: the value that packed groups need, and why. Some versions lack some of them.
 NEEDED: dict[str, tuple[Any, str]] = {
     "attention_dropout": (0, "attention dropout is not computed"),
-    "mrope_section": (None, "multimodal rotary embeddings have positions that a layout does not say"),
     "mtp_num_layers": (None, "the next token of a packed row is not always the next row"),
     "fused_single_qkv_rope": (False, "megatron-core runs it for unpacked sequences only"),
     "fp8_dot_product_attention": (False, "attention is computed in 16 bits or more"),

@@ -35,7 +35,8 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import nn
 
 from codegen.surface import irreplaceable, unfit
-from dualkv.integrations import flash_linear_attention
+from dualkv.integrations import flash_linear_attention, patching
+from dualkv.integrations.megatron import media
 from dualkv.integrations.megatron.checked import Checked, refuse_beside
 from dualkv.integrations.megatron.configs import counted, refuse, window_of
 from dualkv.integrations.megatron.recurrent import LAYERS, MIXERS, READS, HybridModel, mixer_of
@@ -47,6 +48,7 @@ MODELS: tuple[type, ...] = (GPTModel,) if HybridModel is None else (GPTModel, Hy
 Target = TypeVar("Target")
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 ROTARY = ("rope", "yarn")
+MULTIMODAL = "mrope"
 
 
 # ---------------------------------------------------------------- the modules
@@ -65,7 +67,7 @@ class _PackedSelfAttention(Checked, SelfAttention):
     ) -> Any:
         if (packed := self._enter(hidden_states, packed_seq_params, kwargs, args)) is not None:
             if rotary_pos_emb is not None:
-                rotary_pos_emb = packed._frequencies(rotary_pos_emb)
+                rotary_pos_emb = packed._frequencies(rotary_pos_emb, self.config.mrope_section is not None)
             elif not getattr(self.config, "is_hybrid_model", False):
                 raise ValueError(
                     f"layer {self.layer_number} gets no rotary_pos_emb, expected a model whose position_embedding_type"
@@ -159,9 +161,7 @@ class _CoreAttention(nn.Module):
         config, offset = self.config, getattr(self, "softmax_offset", None)
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, self.layer_number)
         out = packed_seq_params.shard.attention_of(self.layer_number)(
-            query.squeeze(1),
-            key.squeeze(1),
-            value.squeeze(1),
+            *(x.reshape(len(x), *x.shape[-2:]) for x in (query, key, value)),  # bridges' layers leave dimension 1 out
             softmax_scale=getattr(self, "latent_scale", config.softmax_scale),
             deterministic=config.deterministic_mode,
             window=window_of(config) if windowed else None,
@@ -218,6 +218,14 @@ BORROWED: dict[type, tuple[str, str]] = {
 }
 
 
+def _know(cls: Any) -> None:
+    """Add self-attention of a bridge to the classes that have packed ones."""
+    if media.is_attention(cls) and cls not in PACKED:
+        packed = type(f"_Packed{cls.__name__}", (_PackedSelfAttention, cls), {"__module__": __name__})
+        ATTENTION[cls] = PACKED[cls] = packed
+        STOCK[packed] = cls
+
+
 @functools.cache
 def _check_borrowed(cls: type) -> None:
     """Raises ImportError for a class of megatron-core that the one here does not replace as it should."""
@@ -241,6 +249,7 @@ def _check_attention(where: str, attention: Any, core: Any, crossed: Any, mask_t
         crossed: the class of its cross-attention.
         mask_type: of its self-attention.
     """
+    _know(attention)
     if crossed is not IdentityOp:
         raise ValueError(f"{where} has cross-attention ({_name(crossed)}), expected a layer of a decoder without it")
     if STOCK.get(attention, attention) in MIXERS:
@@ -374,9 +383,15 @@ def enable(target: Target) -> Target:
     layers, model = layers_of(target), decoder_model(target)
     refuse(model.config)
     if isinstance(model, GPTModel):
-        if model.position_embedding_type not in ROTARY:
-            expected = " or ".join(map(repr, ROTARY))
+        latent = model.config.multi_latent_attention
+        if model.position_embedding_type not in (known := ROTARY if latent else (*ROTARY, MULTIMODAL)):
+            expected = ", ".join(map(repr, known))
             raise ValueError(f"position_embedding_type is {model.position_embedding_type!r}, expected {expected}")
+        if (section := model.config.mrope_section) is not None and model.position_embedding_type != MULTIMODAL:
+            raise ValueError(
+                f"mrope_section is {section!r} and position_embedding_type {model.position_embedding_type!r}, expected"
+                f" None or {MULTIMODAL!r}"
+            )
     else:
         _check_hybrid(model)
     for layer in layers:
@@ -392,6 +407,9 @@ def enable(target: Target) -> Target:
                     f"{names[0]} is {getattr(model.config, names[0])!r}, expected none in a {_name(type(model))}: the"
                     f" router of {where} has no attention that says which rollouts share a row"
                 )
+    patching.undo(target, "enable")
+    if getattr(model, "position_embedding_type", None) == MULTIMODAL:
+        media.enable(target, model)
     _swap(target, PACKED)
     return target
 
@@ -418,6 +436,8 @@ def _check_hybrid(model: Any) -> None:
 
 def disable(target: Target) -> Target:
     """Undoes :func:`enable`; a spec or model that was not enabled does not change. Returns the same object."""
+    if isinstance(target, nn.Module):
+        patching.undo(target, "enable")
     _swap(target, STOCK)
     return target
 

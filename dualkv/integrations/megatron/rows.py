@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -14,6 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from dualkv.arrays import IntArray, outside_inference_mode
 from dualkv.context_parallel import ContextShard
 from dualkv.data.counts import last_segments, layout_of, paths, rollouts_of_segments
+from dualkv.data.media import SEGMENTS
 from dualkv.data.packing import PackedBatch
 from dualkv.data.trees import PackedSequences
 from dualkv.integrations.recurrent.sharded import trees_of
@@ -25,9 +27,22 @@ Count = Literal["rollouts", "rows"]
 SHARDS = {"a2a": Shard, "all_gather": ContextShard}
 
 
-class _OneRank:
+class OneRank:
     """A group of one rank, for which megatron-core returns the rotary frequencies of all positions. Otherwise it would
-    cut them into the shares of its own context parallelism, and packed groups have other shares."""
+    cut them into the shares of its own context parallelism, and packed groups have other shares.
+
+    It is all that a model's rotary embedding gets of a call, so it knows the PackedGroups. All are equal, because
+    megatron-core caches frequencies by them.
+    """
+
+    def __init__(self, packed: PackedGroups | None = None) -> None:
+        self.packed = None if packed is None else weakref.ref(packed)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OneRank)
+
+    def __hash__(self) -> int:
+        return hash(OneRank)
 
     def size(self) -> int:
         return 1
@@ -36,7 +51,7 @@ class _OneRank:
         return 0
 
 
-ONE_RANK = _OneRank()  # one, because megatron-core caches frequencies by it
+ONE_RANK = OneRank()
 
 
 class PackedGroups(PackedSeqParams):
@@ -51,6 +66,7 @@ class PackedGroups(PackedSeqParams):
         shard: this rank's rows, with the layout of all of them.
         length: as given.
         count: as given.
+        position_ids: [3, 1, num_tokens] of this rank's rows, if given or placed by a model with a vision tower.
         runs_again: whether the layer that runs now is known to be recomputed.
 
     Args:
@@ -66,15 +82,19 @@ class PackedGroups(PackedSeqParams):
         count: what the routers of experts count, for expert biases, auxiliary losses and the z-loss. "rollouts": each
             row as often as there are rollouts with it, so that biases and losses are those of separate sequences, and
             rows that pad the layout not at all; "rows": each row once.
+        position_ids: [3, T], for a `GPTModel` with "mrope" whose caller places images: frames, height and width of each
+            row in its own unpacked sequence. By default those of text. Known models with a vision tower find them
+            (:mod:`dualkv.integrations.megatron.media`).
 
     Raises:
         TypeError: the layout is neither a :class:`dualkv.Layout` nor a batch.
         ValueError: a layout of more rows than `length`, a `length` that the ranks cannot share, another exchange or
-            count;
-            context-parallel ranks have different layouts. All ranks that construct it raise it.
+            count; positions of another shape; context-parallel ranks have different layouts. All ranks that construct
+            it raise it.
     """
 
     runs_again = False
+    position_ids: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -85,6 +105,7 @@ class PackedGroups(PackedSeqParams):
         cp_group: dist.ProcessGroup | None = None,
         cp_comm_type: str = "a2a",
         count: Count = "rollouts",
+        position_ids: torch.Tensor | None = None,
     ) -> None:
         batch, layout = layout, layout_of(layout)
         if count not in get_args(Count):
@@ -105,11 +126,34 @@ class PackedGroups(PackedSeqParams):
         self._begin(self.layout._segments.longest_path)
         self.count = count
         self._batch = batch
+        if position_ids is not None:
+            self._place(position_ids)
+
+    def _place(self, position_ids: torch.Tensor) -> None:
+        """Set the positions of all rows, [3, T] or [3, 1, T]."""
+        if position_ids.shape[0] != 3 or position_ids.numel() != 3 * position_ids.shape[-1]:
+            raise ValueError(f"position_ids has shape {tuple(position_ids.shape)}, expected [3, T]")
+        self.position_ids = self.shard.split(position_ids.reshape(3, 1, -1), -1).to(self.layout.device)
+
+    def _multimodal(self) -> torch.Tensor:
+        """[3, 1, num_tokens]: frames, height and width of this rank's rows, for a model's rotary embedding, which then
+        returns the frequencies of these rows."""
+        self._by_row = True
+        if self.position_ids is not None:
+            return self.position_ids
+        lacking = [name for name in SEGMENTS if name in getattr(self._batch, "media", {})]
+        if lacking:
+            raise ValueError(
+                f"the batch of PackedGroups has {', '.join(lacking)}, which the model did not get: pass **batch.media"
+                " to a model with a vision tower, or position_ids to PackedGroups"
+            )
+        return self.shard.position_ids.expand(3, 1, -1)
 
     def _begin(self, longest: int) -> None:
         """Set megatron-core's fields: the model makes rotary frequencies for so many positions."""
-        super().__init__(qkv_format="dualkv", max_seqlen_q=longest, max_seqlen_kv=longest, cp_group=ONE_RANK)
+        super().__init__(qkv_format="dualkv", max_seqlen_q=longest, max_seqlen_kv=longest, cp_group=OneRank(self))
         self._gathered: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._by_row = False
 
     @property
     def layout(self) -> Layout:
@@ -185,20 +229,30 @@ class PackedGroups(PackedSeqParams):
         tokens = int((times * lengths).sum())
         return Rollouts(of_rows(times), of_rows(np.arange(len(times))), rollout, segment, len(times), len(last), tokens)
 
-    def _frequencies(self, by_position: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, 1, 1, D]: the rotary frequencies of this rank's rows, taken from [longest path, 1, 1, D].
+    def _frequencies(self, given: torch.Tensor, by_row: bool = False) -> torch.Tensor:
+        """[num_tokens, 1, 1, D]: the rotary frequencies of this rank's rows.
 
         One result serves all layers of a model, which get the same tensor.
+
+        Args:
+            given: [longest path, 1, 1, D], by position.
+            by_row: `given` is the result of a multimodal rotary embedding, by row.
         """
-        if self._gathered is None or self._gathered[0] is not by_position:
-            expected = (self.max_seqlen_q, 1, 1)
-            if by_position.shape[:-1] != expected:
-                raise ValueError(
-                    f"rotary_pos_emb has shape {tuple(by_position.shape)}, expected {(*expected, 'D')}: frequencies of"
-                    " the positions of the layout's longest path"
-                )
-            positions = self.shard.position_ids.to(by_position.device)
-            self._gathered = by_position, by_position.index_select(0, positions)
+        of_rows, of_path = (
+            (self.shard.num_tokens, "rows"),
+            (self.max_seqlen_q, "positions of the layout's longest path"),
+        )
+        count, what = of_rows if by_row else of_path
+        if given.shape[:-1] != (count, 1, 1):
+            raise ValueError(
+                f"rotary_pos_emb has shape {tuple(given.shape)}, expected {(count, 1, 1, 'D')}: frequencies of {what}"
+            )
+        if by_row:
+            if not self._by_row:
+                raise ValueError("the spec of a model with multimodal positions was enabled, expected enable(model)")
+            return given
+        if self._gathered is None or self._gathered[0] is not given:
+            self._gathered = given, given.index_select(0, self.shard.position_ids.to(given.device))
         return self._gathered[1]
 
 

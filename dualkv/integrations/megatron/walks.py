@@ -53,6 +53,7 @@ from dualkv.walks import Budget, Pass, State, check_loss, part_passes, parts_of
 # Fields of a config and the values with which models are walked; why not with others.
 NEEDED: dict[str, tuple[Any, str]] = {
     "pipeline_model_parallel_size": (1, "stages run micro-batches by schedules, which know no passes without a graph"),
+    "mrope_section": (None, "each pass would need the features of all images"),
     "distribute_saved_activations": (False, "layers are recomputed by PyTorch, which keeps their inputs whole"),
     "cpu_offloading": (False, "it was not tried"),
     "fine_grained_activation_offloading": (False, "it was not tried"),

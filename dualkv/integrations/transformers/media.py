@@ -226,7 +226,7 @@ def place(module: Any, named: dict[str, Any], layout: Any) -> Placed | None:
     ids = _checked_ids(names[0], named, packed.whole.num_tokens if shard is None else shard.num_tokens)
     of_all = named if how.ahead is None else named | {how.ahead: kinds}
     of_all = of_all if shard is None else towers.of_all_ranks(of_all, shard)
-    seen = _seen(module, how, of_all, segments, packed.whole, shard)
+    seen = see(module, how, of_all, segments, packed.whole, shard)
     towers.ask(module, _not_counted(seen.images, shard))
     if shard is None:
         return Placed(packed.whole, seen.positions.to(ids.device), seen.ahead)
@@ -248,7 +248,7 @@ class Seen(NamedTuple):
     ahead: Ahead | None
 
 
-def _seen(
+def see(
     module: Any,
     how: Family,
     named: dict[str, Any],
@@ -321,7 +321,7 @@ def _place_part(module: Any, how: Family, named: dict[str, Any], branch: Branch)
         of_all = {**batch.media, "input_ids": batch.input_ids}
         segments, _, kinds = _separated(module, how, of_all)
         of_all |= {how.ahead: kinds} if how.ahead else {}
-        seen = of_models[module] = _seen(module, how, of_all, segments, batch.layout, None, of_all.pop(POSITIONS, None))
+        seen = of_models[module] = see(module, how, of_all, segments, batch.layout, None, of_all.pop(POSITIONS, None))
     own = {patches: OfPart.of(images, part) for patches, images in seen.images.items()}
     own = {patches: images for patches, images in own.items() if len(images.own)}
     for patches in branch.unread.keys() - own.keys():  # ranks wait for each other's towers

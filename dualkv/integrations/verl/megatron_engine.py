@@ -86,6 +86,7 @@ class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
         for name, why in (
             ("fp8", "rows are not padded to its blocks"),
             ("fp4", "rows are not padded to its blocks"),
+            ("mrope_section", "Megatron-Bridge's models with images were not run in veRL"),
             ("multi_latent_attention", "veRL replaces methods of these layers, which was not tried"),
             (
                 "experimental_attention_variant",

@@ -17,6 +17,7 @@ from tests.integrations.megatron.updates import (
     EXPERTS,
     HYBRID,
     LATENT,
+    MULTIMODAL,
     RECURRENT,
     build,
     layer_spec,
@@ -36,6 +37,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "context, a head each": {"cp": 4, **EXPERTS},
     "context, tensor": {"cp": 2, "tp": 2},
     "context, tensor, sequence": {"cp": 2, "tp": 2, "sequence_parallel": True, "norms": False, "init_method_std": 0.1},
+    "context, multimodal, pipeline": {"cp": 2, "pp": 2, **MULTIMODAL},
     "context, latent": {"cp": 2, "tp": 2, **LATENT},
     "gathered": {"cp": 4, "cp_comm_type": "all_gather", "softmax_type": "learnable", **EXPERTS},
     "gathered, more ranks than heads": {

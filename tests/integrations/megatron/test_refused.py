@@ -41,7 +41,10 @@ LAYOUT = dualkv.Layout.from_lengths([3], [[2, 1]])
             },
             "batch_p2p_comm is True and virtual_pipeline_model_parallel_size 3 on 2 stages, expected False: ",
         ),
-        ({"mrope_section": [2, 3, 3]}, r"mrope_section is \[2, 3, 3\], expected None: "),
+        (
+            {"mrope_section": [2, 3, 3]},
+            r"mrope_section is \[2, 3, 3\] and position_embedding_type 'rope', expected None ",
+        ),
         ({"mtp_num_layers": 1}, "mtp_num_layers is 1, expected None: "),
         ({"fused_single_qkv_rope": True}, "fused_single_qkv_rope is True, expected False: "),
         ({"fp8_dot_product_attention": True}, "fp8_dot_product_attention is True, expected False: "),
@@ -155,7 +158,7 @@ def test_neither_a_spec_nor_a_model(change: Any) -> None:
 def test_models_without_rotary_embeddings() -> None:
     cpu.parallel()
     given = {"position_embedding_type": "learned_absolute"}
-    with pytest.raises(ValueError, match=r"^position_embedding_type is 'learned_absolute', expected 'rope' or 'yarn'$"):
+    with pytest.raises(ValueError, match=r"^position_embedding_type is 'learned_absolute', expected 'rope', 'yarn', "):
         enable(build(layer_spec(), {}, **given))
     with pytest.raises(ValueError, match=r"^layer 1 gets no rotary_pos_emb, expected a model whose position_embedding"):
         call(build(enable(layer_spec()), {}, **given))

@@ -104,6 +104,7 @@ def test_a_trunk_that_forgets_gradients_of_its_keys(monkeypatch: pytest.MonkeyPa
     ("settings", "later", "words"),
     [
         ({}, {"pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size is 2, expected 1"),
+        ({}, {"mrope_section": [2, 3, 3]}, r"mrope_section is \[2, 3, 3\], expected None"),
         ({"hidden_dropout": 0.1}, {}, "hidden_dropout is 0.1, expected none"),
         (COUNTED, {}, "moe_aux_loss_coeff is"),
         (EXPERTS | {"moe_z_loss_coeff": 0.1}, {}, "moe_z_loss_coeff is 0.1"),

@@ -83,6 +83,7 @@ HYBRID = {
     "mamba_num_groups": 2,
     "mamba_num_heads": 4,
 }
+MULTIMODAL = {"mrope_section": [2, 3, 3], "arguments": {"position_embedding_type": "mrope"}}
 LAYERS = {"linear_attention_freq": [0, 1], "pipeline_model_parallel_size": 1}  # of attention, and a gated delta net
 LATENT = {
     "multi_latent_attention": True,
@@ -242,6 +243,11 @@ def longer(batch: MicroBatch, multiple: int) -> MicroBatch:
     return batch._replace(input_ids=ids, position_ids=positions)
 
 
+def grid(positions: torch.Tensor) -> torch.Tensor:
+    """[1, T] -> [3, 1, T]: positions of frames, height and width as an image's rows have them."""
+    return torch.stack([positions, positions // 2, positions % 3])
+
+
 def _step(found: list[torch.Tensor], count: int) -> Callable[..., Any]:
     def step(batches: Any, model: GPTModel) -> Any:
         batch = next(batches)
@@ -250,9 +256,13 @@ def _step(found: list[torch.Tensor], count: int) -> Callable[..., Any]:
             config = model.config
             multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
             length = LENGTH if config.virtual_pipeline_model_parallel_size else None
-            exchange = config.cp_comm_type or "a2a"
-            params = PackedGroups(batch.batch, multiple, length=length, cp_comm_type=exchange)
+            given: dict[str, Any] = {"length": length, "cp_comm_type": config.cp_comm_type or "a2a"}
+            if config.mrope_section:
+                given["position_ids"] = grid(positions)
+            params = PackedGroups(batch.batch, multiple, **given)
             ids, positions, asked = params.split(ids), params.split(positions), params.predictions(batch)
+        elif model.config.mrope_section:
+            positions = grid(positions)
         out = model(ids, positions, None, packed_seq_params=params)
 
         def loss(logits: torch.Tensor) -> Any:
@@ -352,6 +362,8 @@ def packed_against_replicated(
             else build(enable(layer_spec(norms, **changed)), changed, stage, **arguments or {})
             for stage in (range(interleaved) if interleaved else [None])
         ]
+        if "mrope_section" in changed:
+            stages = [enable(stage) for stage in stages]
         with torch.no_grad():
             for name, parameter in [named for stage in stages for named in stage.named_parameters()]:
                 if name.endswith("softmax_offset"):
