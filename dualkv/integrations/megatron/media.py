@@ -82,8 +82,9 @@ def hand_positions(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 def summed(tower: nn.Module, _args: Any, output: Any) -> Any:
     """Forward hook of a tower: its features for decoder layers get the gradients of the rows of all tensor-parallel
     ranks. Without PackedGroups these models leave each rank's tower with those of its own rows."""
-    if vars(tower).pop(patching.LAYOUT, None) is None:
+    if not hasattr(tower, patching.LAYOUT):
         return None
+    patching.take_back(tower)
     features, levels = output
     return features, [tensor_parallel.copy_to_tensor_model_parallel_region(x) for x in levels]
 
@@ -116,8 +117,8 @@ def place(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[A
         inputs, how = named | {media.KINDS: kinds}, media.FAMILIES["Qwen3VLModel"]
         packed._place(media.grid_positions(model, how, inputs, packed.layout))
         media.checked_images(model, how, inputs, packed.layout, None, segments)
-    if _is_deep(module):
-        patching.hand(module.vision_model, packed if given else None)
+    if given and _is_deep(module):
+        patching.hand(module.vision_model, packed)
     # As far as these models read it, a row of one sequence: they ask whether it is there.
     packed.cu_seqlens_q = packed.cu_seqlens_kv = torch.tensor([0, ids.shape[1]], dtype=torch.int32, device=ids.device)
     return (), named | {"position_ids": packed._multimodal()}

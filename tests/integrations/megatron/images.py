@@ -84,7 +84,7 @@ def build(family: str, **more: Any) -> Any:
     """A model with the same weights every time, on any number of ranks."""
     torch.manual_seed(0)
     given = settings(mrope_section=SECTIONS[family], **more)
-    spec, groups = layer_spec(False), ProcessGroupCollection.use_mpu_process_groups()
+    spec, groups = layer_spec(False, **more), ProcessGroupCollection.use_mpu_process_groups()
     if family == "qwen2.5":
         from megatron.bridge.models.qwen_vl.qwen25_vl_provider import Qwen25VLModelProvider
 
@@ -99,6 +99,8 @@ def build(family: str, **more: Any) -> Any:
         from megatron.bridge.models.qwen_vl.modelling_qwen3_vl import model as theirs
         from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.transformer_config import Qwen3VLTransformerConfig
 
+        for layer in spec.layer_specs:  # as the model does itself with the spec of one layer
+            layer.submodules.self_attention.module = theirs.Qwen3VLSelfAttention
         config = Qwen3VLTransformerConfig(**given, **TOKENS, vocab_size=64, language_max_sequence_length=64)
         config.use_hf_vision_model = False
         part = SimpleNamespace(submodules=SimpleNamespace(self_attention=SimpleNamespace()))
