@@ -115,8 +115,7 @@ def place(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[A
     if given or kinds.any():
         _check(module.config, packed, ids)
         inputs, how = named | {media.KINDS: kinds}, media.FAMILIES["Qwen3VLModel"]
-        packed._place(media.grid_positions(model, how, inputs, packed.layout))
-        media.checked_images(model, how, inputs, packed.layout, None, segments)
+        packed._place(media.see(model, how, inputs, segments, packed.layout, None).positions)
     if given and _is_deep(module):
         patching.hand(module.vision_model, packed)
     # As far as these models read it, a row of one sequence: they ask whether it is there.
