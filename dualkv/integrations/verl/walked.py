@@ -1,7 +1,7 @@
 """Groups and trees larger than a micro-batch's budget of tokens, walked in veRL's FSDP engines: `dualkv_walk=True`.
 
-The budget stays a number of packed tokens. It means the memory that a micro-batch of so many takes with the model's own
-checkpointing, so that a walk may take what splitting takes. All micro-batches of a rank are parts then: those of walked
+The budget stays a number of packed tokens. A walk may take 1.1 times the memory that an update of micro-batches of so
+many takes in all, with the model's own checkpointing. All micro-batches of a rank are parts then: those of walked
 trees (:mod:`dualkv.walks`), and one for each other micro-batch. Data-parallel ranks run passes of the same kinds
 together (:func:`dualkv.walk_passes`).
 
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.utils.torch_dtypes import PrecisionType
@@ -40,11 +41,12 @@ from dualkv.integrations.transformers.media import POSITIONS
 from dualkv.integrations.verl import data as verl_data
 from dualkv.integrations.verl.data import PackedRollouts, Rollouts
 from dualkv.layout import Layout
-from dualkv.row_costs import measure_sharded_rows
+from dualkv.row_costs import measure_sharded_rows, room
 from dualkv.walks import Pass, State, part_passes
 
 logger = logging.getLogger(__name__)
 NONE = np.zeros(0, np.int64)
+MOST = 1.1  # times the memory without a walk, weights and gradients included
 # In `model.fused_kernel_options`: whether to walk, the dtype of sums of gradients of keys and values, and whether these
 # wait in host memory.
 WALK, GRADIENTS, ON_HOST = "dualkv_walk", "dualkv_walk_gradients", "dualkv_walk_on_host"
@@ -393,7 +395,8 @@ class WalksBatches:
         if unpackable or rollouts is None or not large:
             return None
         row = self._measured_costs(data, forward_only, tokens)
-        memory = Memory((tokens + 0.5) * row.recomputed, row)  # half a row, for rounding
+        half = 0.5  # a row, for rounding
+        memory = Memory(self._walk_bytes(forward_only, (tokens + half) * row.recomputed), row)
         batches, made, error = list[PlannedBatch](), list[Unit](), ""
         try:
             plan = plan_shared(rollouts.packed_once, memory)
@@ -414,6 +417,17 @@ class WalksBatches:
         if holds:
             logger.info("dualkv: parameters stay gathered between passes without a graph")
         return Planned(batches, made, holds)
+
+    def _walk_bytes(self: Any, forward_only: bool, of_tokens: float) -> float:
+        """Return the bytes that passes may take, from those of a micro-batch of as many tokens as one may have."""
+        every = list(self.module.parameters())
+        own = [p.to_local() if isinstance(p, DTensor) else p for p in every]
+        new = [x for x, p in zip(own, every, strict=True) if p.requires_grad and p.grad is None and not forward_only]
+        to_come = sum(x.nbytes for x in new)
+        is_gpu = torch.cuda.is_available()
+        stays = to_come + (torch.cuda.memory_allocated() if is_gpu else sum(x.nbytes for x in own))
+        wanted = of_tokens + (MOST - 1) * (stays + of_tokens)
+        return max(of_tokens, min(wanted, room(torch.device("cuda"), to_come))) if is_gpu else wanted
 
     def _agree(self: Any, error: str, tokens: int, has_room: bool = True) -> bool:
         """Whether all ranks have room; raises ValueError on all of them where one has an error."""

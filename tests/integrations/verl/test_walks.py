@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from dualkv.data.memory import Memory, RowCosts
 from dualkv.integrations.verl import walked
@@ -58,3 +61,22 @@ def test_a_group_is_large_by_its_own_rows() -> None:
     rollouts = rollouts_by_tag(["a", "a", "b"], [10, 10, 10], [5, 5, 5])
     assert walked.is_large(rollouts, 20)
     assert not walked.is_large(rollouts, 21), "of which the other group is no part"
+
+
+def test_a_walk_may_take_a_tenth_more_than_micro_batches_with_all_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Linear(10, 25, bias=False)  # 1,000 bytes
+    engine = SimpleNamespace(module=module)
+
+    def found(forward_only: bool = False) -> float:
+        return walked.WalksBatches._walk_bytes(engine, forward_only, 3000.0)
+
+    assert found() == pytest.approx(3500)
+    assert found(forward_only=True) == pytest.approx(3400)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: 6000)
+    for free, taken in ((9000, 4000), (3700, 3700), (2000, 3000)):
+        monkeypatch.setattr(walked, "room", lambda _device, to_come, free=free: free if to_come == 1000 else 0)
+        assert found() == pytest.approx(taken), "of what is free, and no less than micro-batches take"
+    module.weight.grad = torch.zeros(25, 10)
+    monkeypatch.setattr(walked, "room", lambda _device, to_come: 9000 if to_come == 0 else 0)
+    assert found() == pytest.approx(3900)

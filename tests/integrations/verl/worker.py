@@ -202,7 +202,8 @@ def walk_large(shared: SharedPrefixes, memory: Memory, min_shared: int = 1) -> M
 # ---------------------------------------------------------------- scenarios: on all ranks, each gives what it has
 def both(s: dict[str, Any], models: Path) -> dict[str, Any]:
     """Log-probs and entropy, then two updates."""
-    planner = patch.object(walked, "plan_shared", walk_large) if s.get("walk") == "large" else nullcontext()
+    # Walks of as many rows as micro-batches, whatever weights these models have.
+    planner = patch.multiple(walked, plan_shared=walk_large, MOST=1.0) if s.get("walk") == "large" else nullcontext()
     compiler = patch.object(torch, "compile", partial(torch.compile, backend="eager"))  # kernels are the GPU suite's
     with compiler, planner:
         worker = make_worker(s, models)
