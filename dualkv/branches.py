@@ -310,7 +310,7 @@ class Branch(PackedRows):
         part: its rows.
         layout: of the path's rows and its own.
         num_tokens: own rows.
-        keeps_all: whether layers that are checkpointed keep everything in this call, so that none runs again.
+        keeps: the share of checkpointed layers, the last ones, that keep everything in this call and do not run again.
         anchor: a leaf that gives what reads kept tensors a place in the graph. It gets no gradient.
         at_end: callbacks for the end of the present pass's forward.
         unread: inputs of an image of each kind that towers run where the part has none, because other ranks wait.
@@ -331,7 +331,7 @@ class Branch(PackedRows):
         """above: the branches of `part.path`; modes, writes: those of the walk's modules, noted by
         :meth:`check_module`; None for `writes`: they are not checked."""
         self.part, self.layout, self._above = part, part.seen, tuple(above)
-        self.num_tokens, self.keeps_all = len(part.rows), part.keeps_all
+        self.num_tokens, self.keeps = len(part.rows), part.keeps
         self._keeping, self._modes = keeping or Keeping(), {} if modes is None else modes
         self._writes = writes
         self._kept: dict[Hashable, Kept] = {}

@@ -150,7 +150,7 @@ def _run(forward: Forward, tokens: torch.Tensor, keeping: Keeping, path: int, ow
         if training:
             trunks[-1].reserve()
     branch = Branch(last, trunks, keeping)
-    branch.keeps_all = keeps_all
+    branch.keeps = keeps_all
     branch.begin(has_graph=training)
     with Peak(tokens.device) as peak:
         hidden = forward(last.input_ids, branch)

@@ -23,6 +23,8 @@ PASS_BACKWARD = 2300  # adds to the gradients of all weights
 LEAST_PASS = 3700  # of a forward: the host launches as many kernels for few rows
 ROWS_AT_ONCE = 32768  # of all KV heads, for which the backward of attention behind a path makes room at a time
 
+SHARES = tuple(i / 8 for i in range(8, -1, -1))  # of layers that keep all
+
 POSITIVE = "bytes", "graph", "recomputed", "pairs", "kv_heads", "other_heads"  # costs of a path and the head may be 0
 
 
@@ -69,11 +71,15 @@ class RowCosts(NamedTuple):
         layers = (self.kv_heads, 1.0), *self.other_heads
         return self.path * rows * max(share * heads_at_once(rows, heads) / heads for heads, share in layers)
 
-    def own(self, keeps_all: bool) -> tuple[float, float, float]:
+    def own(self, keeps: float) -> tuple[float, float, float]:
         """Return the bytes of a pass's own row: at the peak of a layer, in attention's backward, and when the head
-        runs."""
+        runs.
+
+        keeps: the share of layers that keep all. They are the last ones, whose backward is done when others run again.
+        """
         most = self.graph, self.recomputed
-        peak, beside, saved = (each[not keeps_all] for each in (most, self.beside_path or most, self.saved or most))
+        each = most, self.beside_path or most, self.saved or most
+        peak, beside, saved = (keeps * of_kept + (1 - keeps) * of_others for of_kept, of_others in each)
         return peak, beside, saved
 
 
@@ -107,7 +113,7 @@ class Memory:
             if not 0 <= value < float("inf") or (value == 0 and name in POSITIVE):
                 raise ValueError(f"{name} is {value}, expected a positive number")
 
-    def of_pass(self, waiting: int, path: int, own: int, keeps_all: bool, has_head: bool = True) -> float:
+    def of_pass(self, waiting: int, path: int, own: int, keeps: float, has_head: bool = True) -> float:
         """Count the bytes of a pass, at the largest of three peaks: in a layer, in the backward of attention that reads
         the path, and in the head.
 
@@ -115,29 +121,29 @@ class Memory:
             waiting: rows of trunks that keep tensors then.
             path: rows of the path that the pass reads.
             own: rows of the pass.
-            keeps_all: whether its layers keep all.
+            keeps: the share of its layers that keep all.
             has_head: whether it has a loss.
         """
-        peak, beside, saved = self.row.own(keeps_all)
+        peak, beside, saved = self.row.own(keeps)
         peaks = own * peak, own * beside + self.row.of_path(path), (own * saved + self.row.head) * has_head
         return waiting * self.row.kept + max(peaks)
 
-    def most_rows(self, waiting: int, path: int, keeps_all: bool, is_trunk: bool) -> int:
+    def most_rows(self, waiting: int, path: int, keeps: float, is_trunk: bool) -> int:
         """Return the most own rows that a pass may have; a trunk's wait too, beside `waiting` of others."""
-        peak, beside, saved = (x + self.row.kept * is_trunk for x in self.row.own(keeps_all))
+        peak, beside, saved = (x + self.row.kept * is_trunk for x in self.row.own(keeps))
         left = self.bytes - waiting * self.row.kept
         return max(0, int(min(left / peak, (left - self.row.of_path(path)) / beside, (left - self.row.head) / saved)))
 
-    def keeps_all(self, waiting: int, path: int, own: int, has_head: bool = True) -> bool | None:
-        """Say whether layers of a pass may keep all; None if the pass does not fit even where they are recomputed."""
-        for choice in (True, False):
-            if self.of_pass(waiting, path, own, choice, has_head) <= self.bytes:
-                return choice
+    def most_kept(self, waiting: int, path: int, own: int, has_head: bool = True) -> float | None:
+        """Return the share of a pass's layers that may keep all; None if it does not fit even where none does."""
+        for share in SHARES:
+            if self.of_pass(waiting, path, own, share, has_head) <= self.bytes:
+                return share
         return None
 
-    def time(self, path: int, own: int, pairs: float, keeps_all: bool, is_trunk: bool = False) -> float:
+    def time(self, path: int, own: int, pairs: float, keeps: float, is_trunk: bool = False) -> float:
         """Estimate the time of a part, forward and backward, in rows. A trunk runs forward once more."""
-        forwards = 1 + is_trunk + (not keeps_all)
+        forwards = 1 + is_trunk + (1 - keeps)
         of_backward = BACKWARD * own + ATTENTION_BACKWARD * pairs / self.row.pairs + 2 * PATH_ROW * path + PASS_BACKWARD
         return forwards * self.forward_time(path, own, pairs) + of_backward
 

@@ -41,7 +41,7 @@ class TreePart:
         is_trunk: whether later parts read its keys and values.
         offsets, parent: segments of P + t rows, those of the path first.
         cuts: of a trunk, ascending: the numbers of own rows after which parts below hang or segments end.
-        keeps_all: whether layers that are checkpointed keep everything in this part.
+        keeps: the share of checkpointed layers that keep everything in this part: the last ones.
     """
 
     batch: PackedSequences
@@ -52,7 +52,7 @@ class TreePart:
     offsets: IntArray
     parent: IntArray
     cuts: tuple[int, ...] = ()
-    keeps_all: bool = False
+    keeps: float = 0.0
 
     @property
     def path_rows(self) -> int:
@@ -178,7 +178,7 @@ def plan_parts(batch: PackedSequences, budget: int | Memory, *, values_first: bo
     Args:
         batch: of any depth.
         budget: own rows that a part may have; or a limit of memory, for which the number of rows is chosen that takes
-            the least time, and for each part whether its layers keep all.
+            the least time, and for each part how many of its layers keep all.
         values_first: plan for :func:`dualkv.walk_values`, where several parts run forward once more.
 
     Raises:
@@ -206,6 +206,7 @@ def numbered(parts: Sequence[TreePart], first: int) -> list[TreePart]:
 SMALLEST = 16  # rows of the smallest parts that a limit of memory may lead to,
 MOST_TRUNKS = 64  # and so many trunks on the longest path
 HALVINGS = 8  # of the whole tree's rows: the fewest rows that parts may have to keep all
+SOME = 0.875, 0.75, 0.5  # of the layers
 
 Rows = Callable[[int, int, bool], int]
 """(rows of trunks that wait, rows of the path, whether it is a trunk) -> the most own rows that a part may have."""
@@ -230,14 +231,14 @@ class Fitting(NamedTuple):
         return max(len(part.rows) for part in self.parts)
 
     def __str__(self) -> str:
-        sizes: dict[tuple[bool, bool], list[int]] = {}
+        sizes: dict[tuple[bool, float], list[int]] = {}
         for part in self.parts:
-            sizes.setdefault((part.is_trunk, part.keeps_all), []).append(len(part.rows))
+            sizes.setdefault((part.is_trunk, part.keeps), []).append(len(part.rows))
         said = []
-        for (is_trunk, keeps_all), rows in sizes.items():
+        for (is_trunk, keeps), rows in sizes.items():
             span = f"{min(rows):,}" if min(rows) == max(rows) else f"{min(rows):,} to {max(rows):,}"
             what = f"trunk{'s' * (len(rows) > 1)}" if is_trunk else f"part{'s' * (len(rows) > 1)} behind them"
-            how = "keep all layers" if keeps_all else "recompute layers"
+            how = "keep all layers" if keeps == 1 else f"recompute {1 - keeps:.0%} of layers"
             said.append(f"{len(rows)} {what} of {span} rows {how}")
         return f"{', '.join(said)}, in {self.bytes / 2**30:.2f} GiB"
 
@@ -248,16 +249,22 @@ def fitting(batch: PackedSequences, memory: Memory, values_first: bool = False, 
 
     Each part has as many rows as the memory holds behind its path if its layers keep all, and where these would be too
     few, as many as it holds if they are recomputed. What is too few is tried: half of the tree's rows, a quarter and so
-    on.
+    on. So are parts of as many rows as fit if some layers are recomputed, of leaves alone or of all.
     """
     found: list[Fitting] = []
     total = batch.layout.num_tokens
     least = max(_least(batch), min(least, total))
     tried: set[tuple[int, ...]] = set()
-    for too_few in [total + 1, *dict.fromkeys(max(least, total >> i) for i in range(1, HALVINGS))]:
+    halves = [total + 1, *dict.fromkeys(max(least, total >> i) for i in range(1, HALVINGS))]
+    partly = [(least, share, of_trunks) for share in SOME for of_trunks in (1.0, share)]
+    for too_few, share, of_trunks in [*((rows, 1.0, 1.0) for rows in halves), *partly]:
 
-        def rows(waiting: int, path: int, is_trunk: bool, too_few: int = too_few) -> int:
-            keeping, recomputed = (memory.most_rows(waiting, path, choice, is_trunk) for choice in (True, False))
+        def rows(
+            waiting: int, path: int, is_trunk: bool, too_few: int = too_few, of_leaves: float = share,
+            of_trunks: float = of_trunks,
+        ) -> int:  # fmt: skip
+            shares = of_trunks if is_trunk else of_leaves, 0.0
+            keeping, recomputed = (memory.most_rows(waiting, path, keeps, is_trunk) for keeps in shares)
             return max(least, min(keeping if keeping >= min(too_few, total) else recomputed, total))
 
         parts = _Plan(batch, rows).parts
@@ -286,14 +293,14 @@ def _least(batch: PackedSequences) -> int:
 
 
 def costed(
-    parts: list[TreePart], memory: Memory, keeps_all: bool | None = None, values_first: bool = False
+    parts: list[TreePart], memory: Memory, keeps: float | None = None, values_first: bool = False
 ) -> Fitting | None:
     """Count what parts take; None if one does not fit.
 
     Args:
         parts: in the order of running.
         memory: the limit.
-        keeps_all: whether layers keep all; None: chosen for each part.
+        keeps: the share of layers that keep all; None: chosen for each part.
         values_first: see :func:`plan_parts`.
     """
     segments = parts[0].batch.layout._segments
@@ -302,16 +309,16 @@ def costed(
     for part in parts:
         own, path = len(part.rows), part.path_rows
         waiting, has_head = _waiting(parts, part), part.num_trained > 0 or not len(part.batch._trained)
-        keeps = memory.keeps_all(waiting, path, own, has_head) if keeps_all is None else keeps_all
-        if keeps is None:
+        share = memory.most_kept(waiting, path, own, has_head) if keeps is None else keeps
+        if share is None:
             return None
-        most = max(most, memory.of_pass(waiting, path, own, keeps, has_head))
+        most = max(most, memory.of_pass(waiting, path, own, share, has_head))
         pairs = float(seen[part.rows].sum())
-        time += memory.time(path, own, pairs, keeps, part.is_trunk)
+        time += memory.time(path, own, pairs, share, part.is_trunk)
         is_first_trunk = part.is_trunk and all(above.is_trunk for above in parts[: part.index])
         if values_first and len(parts) > 1 and not is_first_trunk:
             time += memory.forward_time(path, own, pairs)
-        chosen.append(replace(part, keeps_all=keeps))
+        chosen.append(replace(part, keeps=share))
     return Fitting(chosen, most, time)
 
 

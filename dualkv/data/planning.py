@@ -234,7 +234,7 @@ def _cut(
         return None
     runs = tree.runs(budget)
     taken = [_counts_of(tree.select(run)) for run in runs]
-    time = sum(memory.time(0, rows, pairs, keeps_all) for rows, pairs in taken)
+    time = sum(memory.time(0, rows, pairs, memory.most_kept(0, 0, rows) or 0.0) for rows, pairs in taken)
     if values_first and len(runs) > 1:
         time += sum(memory.forward_time(0, rows, pairs) for rows, pairs in taken)
     way: Way = "alone" if is_alone else "packed" if len(runs) == 1 else "cut"
@@ -270,7 +270,7 @@ def _in_one_pass(
         rows, pairs = _counts_of(some.select(run).at_least(min_shared))
         way: Way = "alone" if is_alone else "cut" if number in split else "packed"
         batches.append(PlannedBatch(sorted(members[run].tolist()), way, ALONE if is_alone else min_shared, rows))
-        time += memory.time(0, rows, pairs, keeps_all)
+        time += memory.time(0, rows, pairs, memory.most_kept(0, 0, rows) or 0.0)
     return batches, time
 
 

@@ -271,9 +271,9 @@ def _timed(
 
 def _of_rows(batch: PackedSequences, asked: str, costs: RowCosts) -> Fitting:
     """Make parts of a number of rows; with "all" behind it their layers keep all."""
-    rows, keeps_all = int(asked.removesuffix("all")), asked.endswith("all")
-    parts = [replace(part, keeps_all=keeps_all) for part in plan_parts(batch, rows)]
-    made = costed(parts, Memory(2**62, costs), keeps_all)
+    rows, keeps = int(asked.removesuffix("all")), float(asked.endswith("all"))
+    parts = [replace(part, keeps=keeps) for part in plan_parts(batch, rows)]
+    made = costed(parts, Memory(2**62, costs), keeps)
     assert made is not None
     return made
 
@@ -282,7 +282,7 @@ def _of_plan(plan: Fitting) -> dict[str, Any]:
     parts = plan.parts
     return {
         "planned_bytes": plan.bytes, "part_rows": plan.rows, "parts": len(parts),
-        "trunk_rows": sum(len(p.rows) for p in parts if p.is_trunk), "keep_all": sum(p.keeps_all for p in parts),
+        "trunk_rows": sum(len(p.rows) for p in parts if p.is_trunk), "keep_all": sum(p.keeps == 1 for p in parts),
         "planned_time": plan.time,
     }  # fmt: skip
 

@@ -19,10 +19,12 @@ be lost. In a walk PyTorch's takes its place, or none where the plan lets layers
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal, Self
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -256,13 +258,13 @@ def _passes(
             parts += numbered(some, len(parts))
     except (ValueError, TypeError) as error:
         refusal = error
-    keeps_all = _agreed(parts, refusal)
+    keeps = _agreed(parts, refusal)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     several = group if dist.get_world_size(group) > 1 else None
     wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     for one in part_passes(parts, state, keeping, several, next(model.parameters()).device):
-        if keeps_all is not None:
-            one.branch.keeps_all = keeps_all
+        if keeps is not None:
+            one.branch.keeps = keeps
         is_own = any(one.part is part for part in parts[one.part.index :][:1])
         with ExitStack() as unreduced:
             for wrapper in wrappers:
@@ -271,9 +273,9 @@ def _passes(
             yield MegatronPass(one, found, numbers[one.part.index] if is_own else None)
 
 
-def _agreed(parts: Sequence[TreePart], refusal: ValueError | TypeError | None) -> bool | None:
-    """Let all ranks agree on a walk: whether layers keep all in each pass, for experts on several ranks, which send
-    tokens again in layers that are recomputed; else None.
+def _agreed(parts: Sequence[TreePart], refusal: ValueError | TypeError | None) -> float | None:
+    """Let all ranks agree on a walk: the share of layers that keep all in each pass, for experts on several ranks,
+    which send tokens again in layers that are recomputed; else None.
 
     Raises:
         ValueError, TypeError: the refusal; another rank's; different parts on ranks of one model.
@@ -281,11 +283,11 @@ def _agreed(parts: Sequence[TreePart], refusal: ValueError | TypeError | None) -
     group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     plan = hashlib.blake2b(digest_size=8)
     for part in parts:
-        for numbers in (part.rows, part.offsets, part.parent, [part.is_trunk, part.keeps_all]):
-            plan.update(np.asarray(numbers, np.int64).tobytes())
+        for numbers in (part.rows, part.offsets, part.parent, [part.is_trunk, part.keeps]):
+            plan.update(np.asarray(numbers, np.float64).tobytes())
     mine = parallel_state.get_data_parallel_rank(), None if refusal else plan.hexdigest()
     every: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, (*mine, all(part.keeps_all for part in parts)), group)
+    dist.all_gather_object(every, (*mine, min((part.keeps for part in parts), default=1.0)), group)
     if refusal is not None:
         raise refusal
     refused = sum(found is None for _, found, _ in every)
@@ -301,7 +303,7 @@ def _agreed(parts: Sequence[TreePart], refusal: ValueError | TypeError | None) -
         )
     if parallel_state.get_expert_model_parallel_world_size() == 1:
         return None
-    return all(keeps for *_, keeps in every)
+    return float(min(keeps for *_, keeps in every))
 
 
 def measure_rows(
@@ -376,18 +378,32 @@ def _running(model: Any, branch: Branch, rows: torch.Tensor) -> Iterator[list[to
     """The context of the forward of a pass, in which the decoder leaves `rows` of this rank; the model's outputs."""
     outputs: list[torch.Tensor] = []
     with Changes(tensor_parallel) as library, Changes(model.decoder) as decoder, Changes(model) as whole:
-        library.replace("checkpoint", partial(_checkpoint, branch.keeps_all))
+        checkpoints = _Checkpoints(branch.keeps, _CALLS.get(model.decoder, 0))
+        library.replace("checkpoint", checkpoints)
         decoder.behind(lambda _module, _args, hidden: hidden.index_select(0, to_device(rows, hidden.device)))
         whole.behind(lambda _module, _args, output: outputs.append(output))
         yield outputs
+        _CALLS[model.decoder] = checkpoints.calls
 
 
-def _checkpoint(keeps_all: bool, function: Callable[..., Any], _distribute: bool, *args: Any) -> Any:
-    """Run a function, again in the backward if it has a graph and does not keep all."""
-    if keeps_all or not torch.is_grad_enabled():
-        return function(*args)
-    with set_checkpoint_early_stop(False):  # the exception that stops holds a layer's tensors until Python collects it
-        return checkpoint(function, *args, use_reentrant=False)
+_CALLS = WeakKeyDictionary[nn.Module, int]()  # of megatron-core's `checkpoint` in a forward of a decoder
+
+
+class _Checkpoints:
+    """megatron-core's `checkpoint` in the forward of a pass, whose last layers keep all."""
+
+    def __init__(self, keeps: float, of_forward: int) -> None:
+        """of_forward: the calls of a forward; 0: not known."""
+        self.recomputed = math.ceil(of_forward * (1 - keeps)) if of_forward or keeps == 1 else math.inf
+        self.calls = 0
+
+    def __call__(self, function: Callable[..., Any], _distribute: bool, *args: Any) -> Any:
+        """Run a function, again in the backward if it has a graph and does not keep all."""
+        self.calls += 1
+        if self.calls > self.recomputed or not torch.is_grad_enabled():
+            return function(*args)
+        with set_checkpoint_early_stop(False):  # the exception that stops holds a layer's tensors until it is collected
+            return checkpoint(function, *args, use_reentrant=False)
 
 
 def multiple(config: Any) -> int:

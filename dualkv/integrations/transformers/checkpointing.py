@@ -8,6 +8,7 @@ a limit of memory allows.
 from __future__ import annotations
 
 import inspect
+import math
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
@@ -114,11 +115,12 @@ def keep_attention(decoder: nn.Module, _args: Any, _kwargs: Any) -> None:
 
 
 @torch.compiler.disable
-def keep_all(decoder: nn.Module, until: ExitStack) -> None:
-    """Lets checkpointed layers keep all that their backward needs, until `until` is closed."""
-    for layer in layers_to_leave_out(decoder):
-        if layer.gradient_checkpointing:
-            until.enter_context(patching.Changes(layer)).replace("gradient_checkpointing", False)
+def keep_all(decoder: nn.Module, share: float, until: ExitStack) -> None:
+    """Lets a share of the checkpointed layers, the last ones, keep all that their backward needs, until `until` is
+    closed."""
+    layers = [layer for layer in layers_to_leave_out(decoder) if layer.gradient_checkpointing] if share else []
+    for layer in layers[math.ceil(len(layers) * (1 - share)) :]:
+        until.enter_context(patching.Changes(layer)).replace("gradient_checkpointing", False)
 
 
 @torch.compiler.disable

@@ -149,8 +149,7 @@ def _enter_decoder(
     selfcheck.refuse_unproved(module, packed)
     if isinstance(part := packed.layout if isinstance(packed, Placed) else packed, Branch):
         part.check_module(module)
-        if part.keeps_all:
-            checkpointing.keep_all(module, part.at_end)
+        checkpointing.keep_all(module, part.keeps, part.at_end)
     name = type(module).__name__
     if type(module) not in patching.PREPARED:  # an unpickled model, before any `enable` of this process
         recurrent.install(module)

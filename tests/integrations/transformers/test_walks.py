@@ -113,12 +113,11 @@ def test_layers_keep_all_where_there_is_room(costs):
         parts = plan_parts(batch, memory)
         ran.clear()
         walked(model, batch, weights_of(batch, torch.float32), memory)
-        chosen.append([part.keeps_all for part in parts])
-        assert ran.count(True) == len(parts) + chosen[-1].count(False)
+        chosen.append([part.keeps for part in parts])
+        assert ran.count(True) == len(parts) + sum(keeps < 1 for keeps in chosen[-1])
         assert ran.count(False) == sum(part.is_trunk for part in parts)
         assert all(layer.gradient_checkpointing for layer in model.model.layers)
-    assert not any(chosen[0])
-    assert any(chosen[1])
+    assert 0 < max(chosen[0]) < 1 == max(chosen[1])
 
 
 def test_memory_that_is_refused(costs):
