@@ -177,6 +177,11 @@ def test_ranks_with_unequal_trees(kind: str, name: str, ranks: list[dict[str, An
         assert gradients < 1e-4
 
 
+@pytest.mark.parametrize("name", ["fewer", "none"])
+def test_two_updates_of_ranks_with_unequal_trees(name: str, ranks: list[dict[str, Any]]) -> None:
+    assert max(one[f"updates, {name}"] for one in ranks) < 1e-4
+
+
 def test_a_tensor_parallel_rank_keeps_its_share(ranks: list[dict[str, Any]]) -> None:
     alone = measure_rows(made(NO_NORMS), tree().batch.input_ids, loss_of, rows=8)
     for one in ranks:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 import dualkv
 from dualkv.integrations.megatron import PackedGroups, enable, measure_rows, walk_passes
@@ -95,15 +96,20 @@ def packed(model: Any, tree: Tree) -> Found:
     return _found(model, logp)
 
 
-def separate(model: Any, tree: Tree) -> Found:
-    """Each sequence alone."""
+def alone(model: Any, tree: Tree) -> torch.Tensor:
+    """Forward and backward of each sequence alone; the log-probs."""
     found, weights = [], list(tree.weights.split([len(x) for x in tree.batch.unpack(tree.batch.targets)]))
     for ids, weight in zip(tree.sequences, weights, strict=True):
         logits = model(ids[None], torch.arange(len(ids))[None], None)
         logp = logprobs(logits[0, -len(weight) - 1 : -1], ids[-len(weight) :])
         (logp * weight).sum().backward()
         found.append(logp)
-    return _found(model, torch.cat(found))
+    return torch.cat(found)
+
+
+def separate(model: Any, tree: Tree) -> Found:
+    """Each sequence alone."""
+    return _found(model, alone(model, tree))
 
 
 def walked(model: Any, trees: list[Tree], budget: Any, backward: bool = True) -> Found:
@@ -207,6 +213,7 @@ def main(number: int, folder: str) -> None:
         for name, roots in {"fewer": ([60], [2]), "none": ([60, 2], [])}.items():
             found[f"expert, {name}"] = experts(roots[number], len(roots[0]))
             found[f"data, {name}"] = data(roots, number)
+            found[f"updates, {name}"] = updated(roots[number])
         found["refused"] = refused(number)
         model = made(NO_NORMS | {"sequence_parallel": True}, tp=2)
         found["costs"] = measure_rows(model, tree().batch.input_ids, loss_of, rows=8)
@@ -248,6 +255,36 @@ def data(roots: Any, number: int) -> tuple[float, float, str]:
     gradients = {name: 2 * p.main_grad for name, p in plain.named_parameters()}  # the mean of two ranks
     none = torch.zeros(0)
     return *error(Found(none, gradients, []), wanted._replace(logp=none)), walk.kinds
+
+
+def updated(roots: list[int]) -> float:
+    """The largest relative difference of weights after two updates by megatron-core's optimizer, on this rank's trees:
+    walked, and as separate sequences."""
+
+    def weights(is_walk: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        plain = made(AGAIN)
+        options = DistributedDataParallelConfig(overlap_grad_reduce=is_walk, grad_reduce_in_fp32=True)
+        model = DistributedDataParallel(config(), options, plain)
+        # Small gradients are rounding, which must not decide the direction of a step.
+        adam = OptimizerConfig(optimizer="adam", lr=1e-2, adam_eps=1e-3, clip_grad=0.0)
+        optimizer = get_megatron_optimizer(adam, [model])
+        for update in range(2):
+            model.zero_grad_buffer()
+            optimizer.zero_grad()
+            trees = [tree(root + 100 * update, root) for root in roots]
+            if is_walk:
+                walked(model, trees, ROWS)
+            else:
+                for one in trees:
+                    alone(model, one)
+            finalize_model_grads([model])
+            assert optimizer.step()[0]
+        return {name: p.detach() for name, p in plain.named_parameters()}
+
+    walk, wanted = weights(True), weights(False)
+    assert any((walk[name] - x).abs().max() > 0 for name, x in wanted.items())
+    return max(float((walk[name] - x).norm() / x.norm()) for name, x in wanted.items())
 
 
 def refused(number: int) -> list[str]:
