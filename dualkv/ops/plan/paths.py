@@ -50,10 +50,9 @@ class _Intervals(NamedTuple):
     tile: IntArray
     begin: IntArray
     end: IntArray
-    apart: npt.NDArray[
-        np.bool_
-    ]  # blocks begin anew: between this interval and the one before are keys of the path that
-    # no row sees, or tiles are by segment
+    # Blocks begin anew: between this interval and the one before are keys of the path that no row sees, or tiles are by
+    # segment.
+    apart: npt.NDArray[np.bool_]
 
 
 class _Masked(NamedTuple):
