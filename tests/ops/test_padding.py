@@ -58,7 +58,7 @@ def test_the_ops_on_a_gpu(monkeypatch, kernel, head_dim, head_dim_v, gradients):
     softcap = 1.5 if kernel else None  # which the composition does not compute
     layout, features = (TREE.offsets, TREE.parent, 0.3), (4, None, sinks, softcap)
     out, lse = dispatch._fwd_cuda(q, k, v, *layout, False, *features)
-    grads = dispatch._bwd_cuda(dout, q, k, v, out, lse, *layout, False, gradients, *features, dlse)
+    grads = dispatch._bwd_cuda(dout, q, k, v, out, lse, *layout, False, gradients, *features, False, dlse)
     want = oracle.attention_and_grads(
         q, k, v, TREE.offsets, TREE.parent, 0.3, dout, dlse, sinks, window=4, softcap=softcap
     )  # fmt: skip
