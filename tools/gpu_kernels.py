@@ -67,8 +67,11 @@ def noted(tests: list[str]) -> list[KernelSpec]:
     """The kernels that GPU tests ask for before they touch the GPU.
 
     Raises:
-        ValueError: there are no such tests, or none asks for a kernel.
+        ValueError: there is a GPU, on which the tests would run for real; there are no such tests, or none asks for a
+            kernel.
     """
+    if torch.cuda.is_available():
+        raise ValueError("this machine has a GPU, expected one without: there `make test-gpu` compiles what it needs")
     plugin = Noting()
     with plugin.standing_in(), open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
         pytest.main(["-q", "--tb=no", "-o", "addopts=", "-p", "no:cacheprovider", *tests], plugins=[plugin])
