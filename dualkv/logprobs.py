@@ -84,12 +84,15 @@ def response_logprobs(
     Raises:
         ValueError: shapes, dtypes or devices that do not match, a temperature that is not above 0 and finite, a weight
             that is known to be only a part of a model's head (then pass the whole head), or of which this rank has a
-            part, a `memory` that is not positive or not of a GPU, a layout that no attention has used
+            part, a `memory` that is not positive or not of a GPU, `compiled` with a batch-invariant head, a layout that
+            no attention has used
             (:meth:`Layout.mark_used`), response tokens outside the vocabulary. Tokens on a GPU are checked there,
             without waiting for it: the failure is a device-side assertion.
         TypeError: tensors that are not floating point.
     """
     states, head, divisor = _checked(hidden, head, batch, temperature, chunk_size, memory)
+    if compiled and head.batch_invariant:
+        raise ValueError("compiled is True and the head is batch-invariant, which compiled sums are not known to be")
     states = head.in_front(states)
     device = states.device.type
     tensors: Sequence[torch.Tensor | None]

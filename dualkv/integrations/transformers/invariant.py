@@ -72,8 +72,8 @@ def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def _forward(module: nn.Linear, calls: Calls, x: torch.Tensor) -> torch.Tensor:
-    of_rows = linear if calls.packed else nn.functional.linear
-    result: torch.Tensor = of_rows(x, module.weight, module.bias)
+    product = linear if calls.packed else nn.functional.linear
+    result: torch.Tensor = product(x, module.weight, module.bias)
     return result
 
 

@@ -22,7 +22,7 @@ from transformers import (
 
 import dualkv
 from dualkv.fixed_rows import linear
-from dualkv.integrations.transformers import disable, enable, head, invariant
+from dualkv.integrations.transformers import disable, enable, head, invariant, selfcheck
 from dualkv.integrations.transformers.invariant import differing_rows
 
 SMALL = {
@@ -84,6 +84,13 @@ def test_gradients_are_those_of_other_packed_calls(model):
         torch.testing.assert_close(found[1][name], want, atol=2e-5 * float(want.abs().max()), rtol=1e-4)
 
 
+def test_a_model_that_differs_is_refused(monkeypatch):
+    monkeypatch.setattr(selfcheck, "_VERDICTS", {})
+    monkeypatch.setattr(invariant, "differing_rows", lambda *_, **__: 7)
+    with pytest.raises(ValueError, match="Qwen3Model is not batch-invariant: 7 rows of a small copy have other bits"):
+        enable(MODELS["qwen3"](), batch_invariant=True)
+
+
 def test_a_call_without_a_layout_is_the_models_own(model):
     ids = torch.arange(9, 49)[None]
     want = model(input_ids=ids).logits
@@ -129,6 +136,10 @@ def test_bad_input():
     with pytest.raises(ValueError, match="batch_invariant is True with fast=True"):
         enable(model, batch_invariant=True, fast=True)
     enable(model, batch_invariant=True, check=False)
+    short = dualkv.pack([[1, 2]], [[[3, 4]]])
+    hidden = model.model(input_ids=short.input_ids, dualkv=short.layout).last_hidden_state
+    with pytest.raises(ValueError, match="compiled is True and the head is batch-invariant"):
+        dualkv.response_logprobs(hidden, head(model), short, compiled=True)
     batch = dualkv.pack_sequences([[1, 2, 3, 4] * 6 + [5] * n for n in (9, 8)])
     with pytest.raises(ValueError, match="batch_invariant is True in a walk"):
         dualkv.walk(
