@@ -3,7 +3,8 @@
 `rows` counts the rows of `dualkv.attention` that change their bits with what they are packed with. Random layouts of
 groups and trees, head dims, GQA ratios, dtypes, features and sizes of scores. Each layout is computed as a whole, and
 some of its sequences again: alone, a few of them, groups in another order, and of half of the KV heads. A row counts
-as differing if a bit of its out or lse does. `cost` times the forward on named workloads.
+as differing if a bit of its out or lse does. `cost` times the forward on named workloads. `update` counts the
+log-probs of a model that differ between micro-batches, and times its forward, its head and its update.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ import dualkv
 from dualkv import Layout
 from dualkv.bench.inputs import Inputs
 from dualkv.bench.workloads import EIGHT, SLOW, parse
+from dualkv.integrations.transformers import enable, head, recompute_layers
+from dualkv.integrations.transformers.invariant import differing_rows
+from dualkv.models import CONFIGS
 from tools.bench.record import OptionalJsonPath, Record
+from tools.bench.repeats import wait
 
 HEADS = ((64, 64, 8, 1), (64, 64, 4, 4), (128, 128, 8, 2), (128, 128, 7, 1), (128, 128, 2, 2), (256, 256, 8, 4))
 OTHERS = ((96, 96, 4, 2), (192, 192, 4, 1), (192, 128, 4, 4), (512, 512, 4, 2))
@@ -201,16 +206,131 @@ def measured(inputs: Inputs, seconds: float, turns: int) -> dict[bool, float]:
     return best
 
 
+class Update(NamedTuple):
+    """A model and a group of responses, the longest of `response_len` tokens and the shortest of a quarter of it."""
+
+    model: str
+    layers: int
+    responses: int
+    prompt_len: int
+    response_len: int
+    chunk_size: int = 1024
+
+
+MICRO_BATCHES = (1, 3, 5)  # responses at a time, whose log-probs are compared with those of the whole group
+
+
+@app.command()
+def update(
+    json: OptionalJsonPath = None,
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}; random weights.")] = "qwen3-8b",
+    layers: Annotated[int, typer.Option(help="Of the model.")] = 8,
+    responses: Annotated[int, typer.Option("--responses", "-n", help="Of the one prompt.")] = 32,
+    prompt_len: Annotated[int, typer.Option("--prompt-len", "-p", help="Tokens.")] = 8192,
+    response_len: Annotated[int, typer.Option("--response-len", "-r", help="Tokens of the longest response.")] = 2048,
+    seconds: Annotated[float, typer.Option(help="of a turn")] = 2.0,
+    turns: Annotated[int, typer.Option(help="of each side")] = 3,
+    device: str = "cuda",
+) -> None:
+    """Measure a model with and without `batch_invariant`: rows that differ, and times in turns.
+
+    Every layer is recomputed in the backward. `update` is forward, head and backward; `layers` is the forward of the
+    layers alone, `attention` what of that is attention, `head` log-probs and their gradients of hidden states.
+    """
+    record = Record(json, gpu=device != "cpu")
+    sizes = Update(model, layers, responses, prompt_len, response_len)
+    found = updated(sizes, torch.device(device), seconds, turns)
+    record.write({"sizes": sizes._asdict(), "seconds_a_turn": seconds, "turns": turns, **found})
+    print(found)
+    raise SystemExit(found["differ"]["batch_invariant"]["hidden_states"] + found["differ"]["batch_invariant"]["logp"])
+
+
+def updated(sizes: Update, device: torch.device, seconds: float, turns: int) -> dict[str, Any]:
+    """Rows that differ and times of a model, each with and without `batch_invariant`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings: dict[str, Any] = CONFIGS[sizes.model] | {"num_hidden_layers": sizes.layers}
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(device).train()
+    n, p, r = sizes.responses, sizes.prompt_len, sizes.response_len
+    draw = torch.Generator().manual_seed(0)
+    lengths = [r - (r - r // 4) * i // max(n - 1, 1) for i in range(n)]
+    prompt, *drawn = (torch.randint(config.vocab_size, (length,), generator=draw).tolist() for length in (p, *lengths))
+
+    def batch(of: list[int]) -> dualkv.PackedBatch:
+        return dualkv.pack([prompt], [[drawn[i] for i in of]], device=device)
+
+    def hidden(packed: dualkv.PackedBatch) -> torch.Tensor:
+        states: torch.Tensor = model.get_decoder()(packed.input_ids, dualkv=packed.layout, use_cache=False)[0]
+        return states.flatten(0, 1)
+
+    def logp(packed: dualkv.PackedBatch, states: torch.Tensor) -> torch.Tensor:
+        return dualkv.response_logprobs(states, head(model), packed, chunk_size=sizes.chunk_size)[0]
+
+    enable(model)
+    whole = batch([*range(n)])
+    with torch.no_grad():
+        states = hidden(whole)
+    q, k, v = (
+        torch.randn(len(states), heads, config.head_dim, device=device, dtype=torch.bfloat16)
+        for heads in (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+    )
+
+    def one_update() -> None:
+        logp(whole, hidden(whole)).sum().backward()
+        model.zero_grad(set_to_none=True)
+
+    def one_head() -> None:
+        logp(whole, states.detach().requires_grad_()).sum().backward()
+        model.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def attention(asked: bool) -> None:
+        for _ in range(sizes.layers):
+            dualkv.attention(q, k, v, whole.layout, batch_invariant=asked)
+
+    names = {False: "as_ever", True: "batch_invariant"}
+    ms: dict[str, dict[str, float]] = {name: {} for name in names.values()}
+    differ = {}
+    for turn, asked in itertools.product(range(turns), names):
+        enable(model, batch_invariant=asked, check=False)
+        recompute_layers(model)
+        if turn == 0:
+            differ[names[asked]] = {"hidden_states": differing_rows(model.get_decoder())}
+            together = [x.detach() for x in whole.unpack(logp(whole, hidden(whole)))]
+            differ[names[asked]] |= {"logp": 0, "compared": 0}
+            for of in (list(range(n))[i : i + size] for size in MICRO_BATCHES for i in range(0, n, size)):
+                some = batch(of)
+                with torch.no_grad():
+                    again = some.unpack(logp(some, hidden(some)))
+                for i, x in zip(of, again, strict=True):
+                    differ[names[asked]]["logp"] += int((x != together[i]).sum())
+                    differ[names[asked]]["compared"] += len(x)
+        calls: dict[str, Callable[[], Any]] = {
+            "update": one_update,
+            "layers": torch.no_grad()(partial(hidden, whole)),
+            "attention": partial(attention, asked),
+            "head": one_head,
+        }
+        for name, call in calls.items():
+            took = milliseconds(call, seconds)
+            ms[names[asked]][name] = min(ms[names[asked]].get(name, math.inf), took)
+    ratios = {name: ms["batch_invariant"][name] / took for name, took in ms["as_ever"].items()}
+    return {"differ": differ, "ms": ms, "ratios": ratios}
+
+
 def milliseconds(call: Callable[[], Any], seconds: float) -> float:
     """Time of a call, the mean of as many as take so many seconds."""
     call()
-    torch.cuda.synchronize()
+    wait()
     begin, calls = time.perf_counter(), 0
     while time.perf_counter() - begin < seconds:
         for _ in range(3):
             call()
         calls += 3
-        torch.cuda.synchronize()
+        wait()
     return (time.perf_counter() - begin) / calls * 1e3
 
 
