@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -61,11 +62,13 @@ class SharedPrefixes:
         order: [N] the sequences, sorted so that neighbours share the most.
         common: [N] tokens that sequence `order[i]` shares with `order[i - 1]`, 0 for the first. Two sequences further
             apart share the minimum of the entries between them.
+        cuts: of :meth:`cut_at`; None for segments that end where sequences branch or end.
     """
 
     lengths: IntArray
     order: IntArray
     common: IntArray
+    cuts: list[IntArray] | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -73,7 +76,7 @@ class SharedPrefixes:
     def tree(self) -> PrefixTree:
         """Every shared part as a segment. Trees, and the branches of a segment, have the order of their first
         sequences."""
-        parent, end, last, _ = _trie(self.lengths.tolist(), self.order.tolist(), self.common.tolist())
+        parent, end, last, _ = self._trie()
         return _in_order(parent, end, last)
 
     @property
@@ -86,7 +89,7 @@ class SharedPrefixes:
         above."""
         if min_shared <= 1:
             return self
-        parent, end, _, branch = _trie(self.lengths.tolist(), self.order.tolist(), self.common.tolist())
+        parent, end, _, branch = self._trie()
         kept = [0] * (len(end) + 1)  # tokens that the sequences of each node still share; the last entry is for -1
         for node in sorted(range(len(end)), key=end.__getitem__):  # parents first
             above = kept[parent[node]]
@@ -105,6 +108,40 @@ class SharedPrefixes:
         common[1:] -= goes_on & (common[1:] > 0)
         return replace(self, common=common)
 
+    def cut_at(self, cuts: list[IntArray]) -> SharedPrefixes:
+        """Return the same sequences, each in parts of its own, which do not depend on the others.
+
+        So in every selection of sequences, the segments of a path are its parts. Two sequences share a part, as a
+        whole, if all tokens and all cuts up to its end are equal. For one label a row, :meth:`one_label_a_row` comes
+        before.
+
+        Args:
+            cuts: [N] where a new part of each sequence begins, in tokens from its beginning: ascending, from 1 to its
+                length - 1.
+        """
+        keys: list[list[tuple[int, int]]] = [[] for _ in cuts]  # of each part, equal where sequences share it
+        ranks: list[int] = []  # the last one that shares less than a number of tokens, for all such numbers
+        commons: list[int] = []
+        for rank, (sequence, common) in enumerate(zip(self.order.tolist(), self.common.tolist(), strict=True)):
+            while commons and commons[-1] >= common:
+                commons.pop()
+                ranks.pop()
+            commons.append(common)
+            ranks.append(rank)
+            # The first of the neighbours that share so many tokens stands for their tokens.
+            for end in [*cuts[sequence].tolist(), int(self.lengths[sequence])]:
+                keys[sequence].append((ranks[bisect_left(commons, end) - 1], end))
+        order = sorted(range(len(cuts)), key=keys.__getitem__)
+        shared = [0]
+        for a, b in itertools.pairwise(order):
+            equal = 0
+            for part, other in zip(keys[a], keys[b], strict=False):
+                if part != other:
+                    break
+                equal = part[1]
+            shared.append(equal)
+        return SharedPrefixes(self.lengths, np.array(order, np.int64), np.array(shared, np.int64), cuts)
+
     def select(self, chosen: IntArray) -> SharedPrefixes:
         """Some of the sequences, in the order of `chosen`, one or more."""
         rank = np.empty(len(self), np.int64)
@@ -114,7 +151,14 @@ class SharedPrefixes:
         common = np.zeros(len(chosen), np.int64)
         if len(chosen) > 1:
             common[1:] = np.minimum.reduceat(self.common[: ranks[-1] + 1], ranks[:-1] + 1)
-        return SharedPrefixes(self.lengths[chosen], order, common)
+        cuts = None if self.cuts is None else [self.cuts[i] for i in chosen.tolist()]
+        return SharedPrefixes(self.lengths[chosen], order, common, cuts)
+
+    def _trie(self) -> tuple[list[int], list[int], list[int], list[int]]:
+        ends = [[n] for n in self.lengths.tolist()]
+        if self.cuts is not None:
+            ends = [cuts.tolist() + end for cuts, end in zip(self.cuts, ends, strict=True)]
+        return _trie(ends, self.order.tolist(), self.common.tolist())
 
     # ------------------------------------------------------------------ micro-batches: runs of neighbours
     def runs(self, budget: int, min_count: int = 1, most: int | None = None, *, soft: bool = False) -> list[IntArray]:
@@ -221,8 +265,14 @@ def _common(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
     return at if most and differ[at] else most
 
 
-def _trie(lengths: list[int], order: list[int], common: list[int]) -> tuple[list[int], list[int], list[int], list[int]]:
+def _trie(
+    ends: list[list[int]], order: list[int], common: list[int]
+) -> tuple[list[int], list[int], list[int], list[int]]:
     """The nodes of the trie of :class:`SharedPrefixes`, made in one pass; a parent may come behind its children.
+
+    Args:
+        ends: [N] tokens of each sequence up to its cuts and its end.
+        order, common: of the sequences.
 
     Returns:
         parent [K], -1 for none; end [K], tokens from the beginning to each node's end; [N] the node in which each
@@ -230,7 +280,7 @@ def _trie(lengths: list[int], order: list[int], common: list[int]) -> tuple[list
     """
     parent: list[int] = []
     end: list[int] = []
-    last = [0] * len(lengths)
+    last = [0] * len(ends)
     branch = []
     path: list[int] = []  # nodes from the root to the end of the last sequence
     for sequence, shared in zip(order, common, strict=True):
@@ -243,10 +293,11 @@ def _trie(lengths: list[int], order: list[int], common: list[int]) -> tuple[list
             parent[closed] = len(end) - 1
             path.append(len(end) - 1)
         branch.append(path[-1] if path else -1)
-        if not path or end[path[-1]] < lengths[sequence]:
-            parent.append(path[-1] if path else -1)
-            end.append(lengths[sequence])
-            path.append(len(end) - 1)
+        for own in ends[sequence]:
+            if own > (end[path[-1]] if path else 0):
+                parent.append(path[-1] if path else -1)
+                end.append(own)
+                path.append(len(end) - 1)
         last[sequence] = path[-1]
     return parent, end, last, branch
 

@@ -31,7 +31,7 @@ from dualkv.arrays import (
 )
 from dualkv.data import media as images
 from dualkv.data.frames import Frame, read_frame
-from dualkv.data.packing import IGNORED, LabelStyle, PackedBatch, check_label_style
+from dualkv.data.packing import IGNORED, LabelStyle, PackedBatch, check_label_style, label_copies
 from dualkv.data.rows import Form, as_rows, check_unpacked, of_packed_rows, remember_layout
 from dualkv.layout import Layout
 from dualkv.prefixes import PrefixTree, SharedPrefixes, read_sequences, shared_prefixes
@@ -294,6 +294,7 @@ def pack_sequences(
     cu_seqlens: Lengths | None = None,
     position_ids: torch.Tensor | None = None,
     min_shared: int = 1,
+    fixed_cuts: bool = False,
     labels: LabelStyle = "gather",
     media: images.Media | None = None,
     device: torch.device | str | None = None,
@@ -320,6 +321,10 @@ def pack_sequences(
         position_ids: [B, L] of padding-free rows: 0 where a sequence begins, then 1, 2, and so on.
         min_shared: a part is shared only if it has at least this many tokens. Shorter parts are repeated, which keeps
             segments long where texts agree in a few tokens by chance.
+        fixed_cuts: segments of a path begin where a run of tokens that count begins (with "roll" one token before), and
+            nowhere else, whatever the other sequences are; for equal bits in all micro-batches. A part between two such
+            places is shared as a whole or not at all, so micro-batches may take more tokens than
+            :func:`plan_sequences` counts. `pack` and `pack_padded` cut so by nature, where responses begin.
         labels: "gather" or "roll", see `PackedSequences.label_style`. With "roll" every branch behind a shared part
             takes a row more: its copy of the part's last token.
         media: one mapping (or None) for each sequence: what a processor returns for all of its text, with values of
@@ -332,30 +337,68 @@ def pack_sequences(
     Raises:
         ValueError: an empty sequence, a token outside [0, 2^32), masks of other lengths or with other values than 0
             and 1, masks that count a first token or padding, a tensor with none or several of `attention_mask`,
-            `cu_seqlens` and `position_ids`, or with one that does not fit, min_shared below 1, another label style;
-            placeholders and images that do not match.
-        TypeError: tokens that are not integers; media that are no mappings of tensors.
+            `cu_seqlens` and `position_ids`, or with one that does not fit, min_shared below 1, fixed_cuts without
+            loss_masks, another label style; placeholders and images that do not match.
+        TypeError: tokens that are not integers; fixed_cuts that is not a bool; media that are no mappings of tensors.
     """
     check_label_style(labels)
+    check_bool("fixed_cuts", fixed_cuts)
+    if fixed_cuts and loss_masks is None:
+        raise ValueError("fixed_cuts is True and loss_masks is None, expected masks: paths are cut where they begin")
     host, shared, origin, frame = read_shared(sequences, min_shared, attention_mask, cu_seqlens, position_ids)
     seen = None if media is None else _seen(media, host, frame)
     if seen is not None:
         shared = shared_prefixes(seen.tokens(host))
-    tree = tree_of(shared, min_shared, labels, seen)
-    batch = pack_tree(tree, host, loss_masks, labels, origin if device is None else device, frame, seen)
+    lens = np.array([len(tokens) for tokens in host], np.int64)
+    mask = _mask(loss_masks, lens, frame)
+    cuts = begins_of_spans(np.split(mask, np.cumsum(lens)[:-1]), labels, seen) if fixed_cuts else None
+    tree = tree_of(shared, min_shared, labels, seen, cuts)
+    batch = pack_tree(tree, host, mask, labels, origin if device is None else device, frame, seen)
     if batch._mask.any():
         NOTICE.look(batch.layout)
     return batch
 
 
 def tree_of(
-    shared: SharedPrefixes, min_shared: int, labels: LabelStyle, seen: images.SequenceMedia | None = None
+    shared: SharedPrefixes,
+    min_shared: int,
+    labels: LabelStyle,
+    seen: images.SequenceMedia | None = None,
+    cuts: list[IntArray] | None = None,
 ) -> PrefixTree:
-    """The tree of sequences whose prefixes are known, for :func:`pack_tree`. No image of `seen` is cut."""
+    """The tree of sequences whose prefixes are known, for :func:`pack_tree`. No image of `seen` is cut; if `cuts` of
+    :func:`begins_of_spans` are given, paths are cut there and nowhere else."""
+    if cuts is not None:
+        shared = shared.one_label_a_row() if labels == "roll" else shared
+        return shared.cut_at(cuts).at_least(min_shared).tree()
     shared = shared.at_least(min_shared)
     if labels == "roll":
         shared = shared.one_label_a_row()
     return (shared if seen is None else seen.whole(shared)).tree()
+
+
+def begins_of_spans(
+    masks: list[npt.NDArray[np.bool_]], labels: LabelStyle, seen: images.SequenceMedia | None = None
+) -> list[IntArray]:
+    """Find where paths are cut: where a run of tokens that count begins.
+
+    With "roll", the row before such a token belongs to its branch. A cut within an image moves to the image's begin.
+
+    Args:
+        masks: N times [length], of tokens that count.
+        labels: of the batch.
+        seen: images of the sequences.
+
+    Returns:
+        N ascending arrays, for :meth:`dualkv.prefixes.SharedPrefixes.cut_at`.
+    """
+    found = []
+    for i, mask in enumerate(masks):
+        begins = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0) > 0) - label_copies(labels)
+        for image in [] if seen is None else seen.images[i]:
+            begins[(image.begin < begins) & (begins < image.end)] = image.begin
+        found.append(np.unique(begins[begins > 0]))
+    return found
 
 
 def _seen(media: images.Media, host: list[npt.NDArray[Any]], frame: Frame | None) -> images.SequenceMedia:
@@ -389,16 +432,15 @@ def read_shared(
 def pack_tree(
     tree: PrefixTree,
     sequences: list[npt.NDArray[Any]],
-    loss_masks: Sequence[Mask] | torch.Tensor | None,
+    mask: npt.NDArray[np.bool_],
     labels: LabelStyle,
     device: torch.device | str,
     frame: Frame | None = None,
     seen: images.SequenceMedia | None = None,
 ) -> PackedSequences:
-    """:func:`pack_sequences` of sequences [N] on the host whose tree is known, by :func:`tree_of`. Masks have the
-    frame's form if there is one."""
+    """:func:`pack_sequences` of sequences [N] on the host whose tree is known, by :func:`tree_of`; `mask` [sum of
+    lengths] are the tokens that count."""
     lens = np.array([len(tokens) for tokens in sequences], np.int64)
-    mask = _mask(loss_masks, lens, frame)
     layout = Layout._from_arrays(tree.offsets, tree.parent, device, last=tree.last)
     packed = torch.from_numpy(tree_tokens(tree, sequences)).to(layout.device)
     found = {} if seen is None else seen.packed(tree, layout)

@@ -100,6 +100,93 @@ def test_micro_batches_repeat_as_little_as_possible(sequences, more):
     assert (sum(tokens), len(tokens), max(tokens)) == min(found)
 
 
+@st.composite
+def cut_sequences(draw):
+    """Sequences, many of them alike, the cuts of each, and some of them in any order."""
+    sequences = draw(SEQUENCES)
+    cuts = [np.array(sorted(draw(st.sets(st.integers(1, len(s) - 1)))) if len(s) > 1 else [], int) for s in sequences]
+    chosen = draw(st.permutations(range(len(sequences))))[: draw(st.integers(1, len(sequences)))]
+    return sequences, cuts, np.array(chosen)
+
+
+def parts_of(sequence, cuts):
+    ends = [*cuts.tolist(), len(sequence)]
+    return tuple(tuple(sequence[a:b]) for a, b in itertools.pairwise([0, *ends]))
+
+
+@examples(300)
+@given(cut_sequences(), st.integers(1, 4))
+def test_cuts_depend_on_no_other_sequence(drawn, min_shared):
+    """Each path has the segments of its own cuts, in every selection; equal beginnings of paths are stored once."""
+    sequences, cuts, chosen = drawn
+    shared = shared_prefixes([np.array(s) for s in sequences]).cut_at(cuts)
+    some = shared.select(chosen).at_least(min_shared)
+    tree = some.tree()
+    Segments(tree.offsets, tree.parent)
+    assert some.tokens == tree.length.sum()
+    tokens = tree_tokens(tree, [np.array(sequences[i]) for i in chosen])
+    path, counts = tree.paths()
+    for i, segments in zip(chosen, np.split(path, np.cumsum(counts)[:-1]), strict=True):
+        own = tuple(tuple(tokens[tree.offsets[s] : tree.offsets[s + 1]].tolist()) for s in segments)
+        assert own == parts_of(sequences[i], cuts[i])
+    if min_shared == 1:
+        of_all = [parts_of(sequences[i], cuts[i]) for i in chosen]
+        stored = {parts[: n + 1]: len(parts[n]) for parts in of_all for n in range(len(parts))}
+        assert tree.length.sum() == sum(stored.values())
+
+
+@examples(200)
+@given(SEQUENCES, st.data(), st.integers(1, 4), st.sampled_from(["gather", "roll"]))
+def test_fixed_cuts_lie_where_trained_tokens_begin(sequences, data, min_shared, labels):
+    masks = [[False, *data.draw(st.lists(st.booleans(), min_size=len(s) - 1, max_size=len(s) - 1))] for s in sequences]
+    chosen = data.draw(st.permutations(range(len(sequences))))[: data.draw(st.integers(1, len(sequences)))]
+    batch = pack_sequences(
+        [sequences[i] for i in chosen], [masks[i] for i in chosen], min_shared=min_shared, labels=labels,
+        fixed_cuts=True,
+    )  # fmt: skip
+    assert [x.tolist() for x in batch.unpack_sequences(batch.input_ids)] == [sequences[i] for i in chosen]
+    segment = np.repeat(np.arange(batch.layout.num_segments), np.diff(batch.layout.offsets.numpy()))
+    for i, on_path in zip(chosen, batch.unpack_sequences(torch.from_numpy(segment)), strict=True):
+        begins = [n - (labels == "roll") for n in range(1, len(masks[i])) if masks[i][n] and not masks[i][n - 1]]
+        assert (1 + np.flatnonzero(np.diff(on_path.numpy()))).tolist() == [n for n in begins if n > 0]
+    if labels == "roll":
+        for i, asked in zip(chosen, batch.unpack_sequences(batch.labels), strict=True):
+            wanted = [t for t, m in zip(sequences[i], masks[i], strict=True) if m]
+            assert asked[:-1][torch.tensor(masks[i][1:], dtype=torch.bool)].tolist() == wanted
+
+
+@pytest.mark.parametrize("labels", ["gather", "roll"])
+@pytest.mark.parametrize("counts", [[3, 2], [1], [1, 4]])
+def test_prompts_with_responses_have_fixed_cuts(labels, counts):
+    """`pack` cuts each path where its response begins, also that of a prompt with one response."""
+    prompts = [[g, 1, 2, 3] for g in range(len(counts))]
+    responses = [[[5, 6, r][: 1 + r] for r in range(n)] for n in counts]
+    packed = pack(prompts, responses, labels=labels)
+    masks = [[0] * 4 + [1] * len(r) for group in responses for r in group]
+    sequences = [p + r for p, group in zip(prompts, responses, strict=True) for r in group]
+    assert pack_sequences(sequences, masks, labels=labels, fixed_cuts=True).layout == packed.layout
+    assert packed.layout.num_segments == len(counts) + sum(counts)
+
+
+@pytest.mark.parametrize("labels", ["gather", "roll"])
+def test_fixed_cuts_share_turns_and_leave_images_whole(labels):
+    mask = [0, 0, 0, 1, 1, 0, 0, 1, 1]  # prompt, answer, tool, answer
+    sequences = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8, 8], [1, 2, 3, 4, 4, 6, 7, 1, 1]]
+    batch = pack_sequences(sequences, [mask] * 3, labels=labels, fixed_cuts=True)
+    ends = [3, 4, 2] if labels == "gather" else [2, 4, 3]
+    assert np.diff(batch.layout.offsets.numpy()).tolist() == [*ends, ends[-1], *ends[1:]]
+    assert batch.layout.depth == 3
+    # The second turn follows an image, and with one label a row its last placeholder would have a copy.
+    kinds = [0] * 5 + [1, 1, 0, 0]
+    image = {"pixel_values": torch.ones(2, 4), "image_grid_thw": torch.tensor([[1, 1, 2]])}
+    media = [image | {"mm_token_type_ids": torch.tensor(kinds)} for _ in sequences]
+    batch = pack_sequences(sequences, [mask] * 3, labels=labels, fixed_cuts=True, media=media)
+    if labels == "roll":
+        ends = [2, 3, 4]
+    assert np.diff(batch.layout.offsets.numpy()).tolist() == [*ends, ends[-1], *ends[1:]]
+    assert len(batch.media["pixel_values"]) == (4 if labels == "gather" else 6)
+
+
 def test_micro_batches_keep_what_is_shared_together():
     sequences = [[*[i % 4] * 10, 7, i, i] for i in range(16)]  # 10 + 1 + 4 * 2 tokens a prompt
     plan = plan_sequences(sequences, 19)
@@ -393,6 +480,13 @@ def test_bad_input(arguments, error, message):
 def test_masks_of_any_dtype_count_the_same(form):
     batch = pack_sequences([[1, 2, 3], [1, 4]], [form([0, 0, 1]), form([0, 1])])
     assert [x.tolist() for x in batch.unpack(batch.targets)] == [[3], [4]]
+
+
+def test_fixed_cuts_are_checked():
+    with pytest.raises(ValueError, match="fixed_cuts is True and loss_masks is None"):
+        pack_sequences([[1, 2]], fixed_cuts=True)
+    with pytest.raises(TypeError, match="fixed_cuts"):
+        pack_sequences([[1, 2]], [[0, 1]], fixed_cuts=1)
 
 
 def test_min_shared_is_checked():

@@ -123,8 +123,7 @@ class Walks:
             self._said.add(way)
             logger.warning("walk: %s (micro-batches in %.1f GiB)", why, self.budget.bytes / 2**30)
         if shared is not None:
-            masks = np.split(batch._mask, ends)
-            batch = pack_tree(shared.tree(), sequences(), masks, "roll", batch.device, seen=media)
+            batch = pack_tree(shared.tree(), sequences(), batch._mask, "roll", batch.device, seen=media)
             parts = plan_parts(batch, self.budget, values_first=values_first)
         return batch, parts
 
@@ -254,8 +253,8 @@ def pack_rollouts(
     others = layout.parent.numpy(), np.diff(layout.offsets.numpy())
     if media is None and not pays_over(tree.parent, tree.length, others):
         return batch
-    masks = [np.arange(len(p) + len(r)) >= len(p) for p, r in zip(prompts, responses, strict=True)]
-    return pack_tree(tree, sequences, masks, "roll", prompt_ids.device, seen=media)
+    of_responses = [np.arange(len(p) + len(r)) >= len(p) for p, r in zip(prompts, responses, strict=True)]
+    return pack_tree(tree, sequences, np.concatenate(of_responses), "roll", prompt_ids.device, seen=media)
 
 
 def tokens_of_rows(ids: torch.Tensor, mask: torch.Tensor) -> list[npt.NDArray[Any]]:
