@@ -43,8 +43,8 @@ class Head:
         module: in the place of `weight` and `bias`, whatever makes logits of rows: [n, C] -> [n, V]. Both must make
             each row by itself, and the same twice, so no dropout may be active. The first use checks this on a few
             random rows: of an `nn.Module` once, and once in training; of another function in each call.
-        batch_invariant: :func:`dualkv.response_logprobs` multiplies `weight` with `chunk_size` rows each time, so that
-            the bits of a row's log-probs do not depend on what it is packed with.
+        batch_invariant: :func:`dualkv.response_logprobs` multiplies `weight` with `chunk_size` rows each time, or calls
+            `module` with as many, so that the bits of a row's log-probs do not depend on what it is packed with.
 
     Raises:
         TypeError: a weight or bias that is no floating point tensor.

@@ -128,7 +128,8 @@ def response_logprobs(
     divides: float | torch.Tensor | None = None if divisor == 1.0 else divisor
     if compiled and divides is not None:  # a tensor: a number would be compiled in
         divides = torch.full((), divisor, dtype=_wider(states.dtype), device=states.device)
-    fixed = chunk_size if head.batch_invariant else None
+    # On a CPU products run row by row, and one row alone is summed by several threads.
+    fixed = (chunk_size if states.is_cuda else 2) if head.batch_invariant else None
     settings = (divides, cap, factor), compiled, memory if differentiable and called is None else None, fixed
     found = _HeadLogProbs.apply(states, rows, token, row, targets, chunks, several, called, *settings, *tensors)
     return cast(tuple[torch.Tensor, torch.Tensor], found)
@@ -423,7 +424,8 @@ class _HeadLogProbs(torch.autograd.Function):
 
     rows [U]: of hidden. token [M]: place of each token in the results. row [M]: place of its row among the U.
     several: rows that predict several tokens and the places of these, of all chunks (:class:`Chunk`).
-    fixed: rows of each of the head's products in the forward; None: those of the chunk.
+    fixed: rows of each of the head's products in the forward, and of the sums over their columns, whose order depends
+        on the number of rows too; None: those of the chunk.
     tensors: the weight [V, C] and the bias [V] or None; of a head that is called, the leaves of its graph.
     """
 
@@ -453,10 +455,14 @@ class _HeadLogProbs(torch.autograd.Function):
         ctx.kept = {}  # by the first row of a chunk
         with torch.autocast(hidden.device.type, enabled=False):
             for u0, u1, t0, t1, *_ in chunks:
-                logits = _logits(called, hidden.index_select(0, rows[u0:u1]), tensors, fixed)
+                states, n = hidden.index_select(0, rows[u0:u1]), u1 - u0
+                if fixed is not None and n < fixed:
+                    states = torch.cat([states, states.new_zeros(fixed - n, states.shape[1])])
+                logits = _logits(called, states, tensors, fixed)
                 if len(ctx.kept) < keep:
-                    ctx.kept[u0] = logits
-                top, log_total, entropy[u0:u1] = statistics(logits, scale)
+                    ctx.kept[u0] = logits[:n]
+                top, log_total, of_rows = (x[:n] for x in statistics(logits, scale))
+                entropy[u0:u1] = of_rows
                 lse[u0:u1] = top + log_total
                 local = row[t0:t1] - u0
                 chosen = _wide(logits[local, targets[t0:t1]], scale)

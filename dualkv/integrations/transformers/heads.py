@@ -87,7 +87,7 @@ def head(model: nn.Module) -> Head:
     if _is_linear(module):
         return Head(module.weight, module.bias, before=before, batch_invariant=_is_invariant(module), **after)
     _refuse_dropout(inner, module)
-    return Head(module=_on_rows(module), before=before, **after)
+    return Head(module=_on_rows(module), before=before, batch_invariant=_is_invariant(module), **after)
 
 
 def within(model: nn.Module) -> tuple[nn.Module, Callable[[Rows], Head]]:
@@ -116,7 +116,7 @@ def _left(whole: PreTrainedModel, inner: PreTrainedModel, module: Any, linear: b
     if linear:
         return Head(module.weight, module.bias, batch_invariant=_is_invariant(module), **after)
     _refuse_dropout(inner, module)
-    return Head(module=_on_rows(forward), **after)
+    return Head(module=_on_rows(forward), batch_invariant=_is_invariant(module), **after)
 
 
 def _behind(whole: PreTrainedModel, rule: Rule) -> dict[str, Any]:
@@ -224,8 +224,8 @@ def _is_linear(module: Any, with_hooks: bool = True) -> bool:
 
 
 def _is_invariant(module: nn.Module) -> bool:
-    """Whether the products of a linear head are batch-invariant (:mod:`dualkv.integrations.transformers.invariant`)."""
-    return patching.INVARIANT in vars(module)
+    """Whether a head's products are batch-invariant (:mod:`dualkv.integrations.transformers.invariant`)."""
+    return any(patching.INVARIANT in vars(part) for part in module.modules())
 
 
 def _gathers(hook: Any) -> bool:

@@ -2,7 +2,8 @@
 
 Attention is batch-invariant by its plan (:func:`dualkv.attention`). What else a decoder computes of a row, such as
 norms and activations, does not read other rows. That leaves products with weights, which run for a fixed number of rows
-at a time (:mod:`dualkv.fixed_rows`). :func:`differing_rows` checks a model.
+at a time (:mod:`dualkv.fixed_rows`). So do those of a vision tower, whose attention sees one image at a time.
+:func:`differing_rows` checks a model.
 """
 
 from __future__ import annotations
@@ -24,27 +25,41 @@ from dualkv.layout import Layout
 PLAIN_LORA = "LORA"
 # Modules with a weight that no row's product reads in another order: rows of tables.
 TABLES = (nn.Embedding,)
+# Classes that see images and whose towers are proven: these attend to one image, or one window of it, at a time.
+TOWERS = ("Qwen2VLModel", "Qwen2_5_VLModel", "Qwen3VLModel")
+CHUNKED = ("eager", "sdpa")  # attention of these towers that is called for each image
+# The sums of a norm are made by as many threads as its rows leave: in another order if they are fewer.
+LEAST_ROWS = 32
 
 
 class Calls:
-    """Whether the last call of a decoder was packed. Layers that are recomputed in the backward are of that call."""
+    """Whether the last call of a model was packed. Layers that are recomputed in the backward are of that call."""
 
     packed = False
 
     def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of a decoder."""
-        self.packed = kwargs.get("dualkv") is not None
+        """Forward pre-hook of a decoder, and of a model that sees images."""
+        layout = kwargs.get("dualkv")
+        self.packed = layout is not None
+        rows = getattr(layout, "num_tokens", LEAST_ROWS)
+        if rows < LEAST_ROWS and next(module.parameters()).is_cuda:
+            raise ValueError(
+                f"batch_invariant is True and the batch has {rows} rows, expected at least {LEAST_ROWS}: norms of fewer"
+                " rows sum in another order"
+            )
 
 
 def install(model: nn.Module, decoders: Iterable[PreTrainedModel]) -> None:
     """Make packed calls of a model batch-invariant, to which there are no :func:`objections`."""
     calls = Calls()
-    for decoder in decoders:
-        patching.of(decoder).before(calls.note)
+    for module in (*decoders, *_seeing(model)):
+        patching.of(module).before(calls.note)
     for module in model.modules():
         if _is_linear(module):
             patching.of(module).replace("forward", partial(_forward, module, calls))
             patching.of(module).replace(patching.INVARIANT, True)
+        elif _is_patches(module):
+            patching.of(module).replace("forward", partial(_forward_patches, module, calls))
     for module in layers.attention_modules(model):
         patching.of(module).replace(patching.INVARIANT, True)
 
@@ -52,8 +67,8 @@ def install(model: nn.Module, decoders: Iterable[PreTrainedModel]) -> None:
 def objections(model: nn.Module, decoders: list[PreTrainedModel]) -> Iterator[str]:
     """Say what keeps a model from being batch-invariant."""
     why = "expected a model whose parts are proven, or batch_invariant=False"
-    if any(media.family(type(module)) is not None for module in model.modules()):
-        yield f"batch_invariant is True of {type(model).__name__}, whose images are not known to be so: {why}"
+    for seeing in _seeing(model):
+        yield from _objections_to_tower(seeing, why)
     for kind, names, _ in adapters.of(model):
         if kind != PLAIN_LORA or ":" in names:
             yield f"batch_invariant is True with adapters of {kind} ({names}), which are not known to be so: {why}"
@@ -64,6 +79,37 @@ def objections(model: nn.Module, decoders: list[PreTrainedModel]) -> Iterator[st
             wide = [key for key, x in module.named_parameters(recurse=False) if x.dim() > 1]
             if wide and not _is_linear(module) and not isinstance(module, TABLES):
                 yield f"batch_invariant is True and {name} ({type(module).__name__}) has products of its own: {why}"
+
+
+def _seeing(model: nn.Module) -> list[nn.Module]:
+    """Return the parts of a model that put features of images in the place of embeddings."""
+    return [module for module in model.modules() if media.family(type(module)) is not None]
+
+
+def _objections_to_tower(seeing: nn.Module, why: str) -> Iterator[str]:
+    if not any(c.__name__ in TOWERS for c in type(seeing).__mro__):
+        name = type(seeing).__name__
+        yield f"batch_invariant is True of {name}, whose images are not known to be so: {why}"
+        return
+    tower: Any = seeing.visual
+    if (attention := tower.config._attn_implementation) not in CHUNKED:
+        yield f"batch_invariant is True and the vision tower has attention {attention!r}, expected one of {CHUNKED}"
+    for name, module in tower.named_modules():
+        wide = any(x.dim() > 1 for x in module.parameters(recurse=False))
+        if wide and not (_is_linear(module) or _is_patches(module) or isinstance(module, TABLES)):
+            yield f"batch_invariant is True and {name} ({type(module).__name__}) has products of its own: {why}"
+
+
+def _is_patches(module: nn.Module) -> TypeGuard[nn.Conv3d]:
+    """Whether a module is a convolution over patches that do not overlap: a product for each patch."""
+    return (
+        isinstance(module, nn.Conv3d)
+        and type(module).forward is nn.Conv3d.forward
+        and module.kernel_size == module.stride
+        and module.groups == 1
+        and module.padding == (0, 0, 0)
+        and module.dilation == (1, 1, 1)
+    )
 
 
 def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -77,11 +123,20 @@ def _forward(module: nn.Linear, calls: Calls, x: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def _forward_patches(module: nn.Conv3d, calls: Calls, x: torch.Tensor) -> torch.Tensor:
+    """x [n, C, *kernel_size] -> [n, columns, 1, 1, 1]"""
+    if not calls.packed or x.shape[2:] != module.kernel_size:
+        return nn.Conv3d.forward(module, x)
+    made = linear(x.flatten(1), module.weight.flatten(1), module.bias)
+    return made[:, :, None, None, None]
+
+
 # ---------------------------------------------------------------- the check
-# Segments of two groups: lengths and parents. Sequences that share rows have one length, for rotary embeddings that
-# depend on it. On a CPU the last elements of a tensor, beyond a multiple of 16, may be computed by other code.
-LENGTHS = ((192, -1), (64, 0), (64, 0), (64, 0), (64, -1), (128, 4), (128, 4))
-PACKINGS = ([4, 6, 0, 3, 1], [0, 2], [0, 1, 2, 3], [4, 5])  # segments, in the order of a layout of their own
+# Segments of two groups, one of them with turns: lengths and parents. Sequences that share rows have one length, for
+# rotary embeddings that depend on it. On a CPU the last elements of a tensor, beyond a multiple of 16, may be computed
+# by other code.
+LENGTHS = ((192, -1), (64, 0), (64, 1), (64, 1), (128, 0), (128, 0), (64, -1), (128, 6), (128, 6))
+PACKINGS = ([6, 8, 0, 5, 1, 3], [0, 1, 2], [0, 4], [0, 1, 2, 3, 4, 5], [6, 7])  # in the order of a layout of their own
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.nn.functional import pad
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -24,6 +25,7 @@ import dualkv
 from dualkv.fixed_rows import linear
 from dualkv.integrations.transformers import disable, enable, head, invariant, selfcheck
 from dualkv.integrations.transformers.invariant import differing_rows
+from tests.integrations.transformers.test_media import make, rollouts
 
 SMALL = {
     "vocab_size": 200, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -51,7 +53,9 @@ def logprobs(model, prompt, responses):
 def test_rows_have_the_same_bits_in_every_packing(model, monkeypatch):
     enable(model)
     with monkeypatch.context() as patch:
-        patch.setattr(invariant, "LENGTHS", ((150, -1), (61, 0), (61, 0), (61, 0), (40, -1), (130, 4), (130, 4)))
+        lengths = 150, 30, 31, 31, 61, 61, 40, 130, 130
+        parents = (parent for _, parent in invariant.LENGTHS)
+        patch.setattr(invariant, "LENGTHS", tuple(zip(lengths, parents, strict=True)))
         assert differing_rows(model.model) > 0, "or the test could not fail"
     enable(model, batch_invariant=True)
     assert differing_rows(model.model) == 0
@@ -165,3 +169,42 @@ def test_products_of_fixed_rows(shape, has_bias):
         torch.testing.assert_close(got, want)
     with torch.autocast("cpu", torch.bfloat16):
         assert linear(x, weight, bias).dtype == torch.bfloat16
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL"])
+def test_images(family):
+    """Rows behind images, and of images, whatever other images the tower gets in the same call."""
+    prompts, responses, media = rollouts(family, ((1, 4, 8),), ((1, 4, 4), (1, 8, 12)), ((1, 16, 4),))
+    responses = [torch.arange(20, 20 + 16 * (i % 3 + 1)) % 80 for i in range(len(responses))]
+    prompts = [torch.cat([ids, torch.arange(5, 5 - len(ids) % 16 + 16)]) for ids in prompts]
+    media = [
+        entry
+        | {"mm_token_type_ids": pad(entry["mm_token_type_ids"], (0, len(ids) - len(entry["mm_token_type_ids"][0])))}
+        for ids, entry in zip(prompts, media, strict=True)
+    ]
+    model = make(family).eval()
+
+    def hidden(some):
+        batch = dualkv.pack(*([of[i] for i in some] for of in (prompts, responses)), media=[media[i] for i in some])
+        states = model.model(input_ids=batch.input_ids, dualkv=batch.layout, **batch.media).last_hidden_state
+        return batch.unpack_sequences(states)
+
+    def differing():
+        whole = hidden(range(len(prompts)))
+        packings = [0, 3], [5, 1], [2], [4], [6, 5, 4]
+        return sum(int((x != whole[i]).sum()) for some in packings for i, x in zip(some, hidden(some), strict=True))
+
+    enable(model)
+    assert differing() > 0, "or the test could not fail"
+    enable(model, batch_invariant=True)
+    assert differing() == 0
+
+
+def test_towers_that_are_not_known_to_be_so():
+    with pytest.raises(ValueError, match="batch_invariant is True of InternVLModel, whose images"):
+        enable(make("InternVL"), batch_invariant=True)
+    model = make("Qwen3VL")
+    model.model.visual.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="the vision tower has attention 'flash_attention_2', expected one of"):
+        enable(model, batch_invariant=True)
