@@ -4,7 +4,8 @@
 groups and trees, head dims, GQA ratios, dtypes, features and sizes of scores. Each layout is computed as a whole, and
 some of its sequences again: alone, a few of them, groups in another order, and of half of the KV heads. A row counts
 as differing if a bit of its out or lse does. `cost` times the forward on named workloads. `update` counts the
-log-probs of a model that differ between micro-batches, and times its forward, its head and its update.
+log-probs of a model that differ between micro-batches, and times its forward, its head and its update. `sampler` says
+how far other attention, over a whole sequence or of one query at a time as a sampler computes it, is from these bits.
 """
 
 from __future__ import annotations
@@ -21,14 +22,18 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import torch
 import typer
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 import dualkv
 from dualkv import Layout
 from dualkv.bench.inputs import Inputs
+from dualkv.bench.run import in_words
 from dualkv.bench.workloads import EIGHT, SLOW, parse
 from dualkv.integrations.transformers import enable, head, recompute_layers
 from dualkv.integrations.transformers.invariant import differing_rows
 from dualkv.models import CONFIGS
+from tools.bench import stock_attention
 from tools.bench.record import OptionalJsonPath, Record
 from tools.bench.repeats import wait
 
@@ -319,6 +324,81 @@ def updated(sizes: Update, device: torch.device, seconds: float, turns: int) -> 
             ms[names[asked]][name] = min(ms[names[asked]].get(name, math.inf), took)
     ratios = {name: ms["batch_invariant"][name] / took for name, took in ms["as_ever"].items()}
     return {"differ": differ, "ms": ms, "ratios": ratios}
+
+
+@app.command()
+def sampler(
+    json: OptionalJsonPath = None,
+    prompt_len: int = 8192,
+    response_len: int = 1024,
+    device: str = "cuda",
+    only: Annotated[str, typer.Option(help=f"Of {', '.join(stock_attention.CALLS)}, by commas.")] = "fa4,cudnn,fa2",
+) -> None:
+    """Compare rows of a response with those of other kernels: 32 heads on 8, head dim 128, bf16.
+
+    `prefill` is the whole sequence at a time, `decode` one query with the keys up to it, of every 16th row.
+    """
+    record, results = Record(json, gpu=device != "cpu"), []
+    for scale in (1.0, 4.0):
+        found = of_samplers(prompt_len, response_len, scale, torch.device(device), only.split(","))
+        results.append({"scores_times": scale, **found})
+        record.write({"prompt_len": prompt_len, "response_len": response_len, "results": results})
+        print(results[-1], flush=True)
+
+
+@torch.no_grad()
+def of_samplers(prompt: int, response: int, scale: float, device: torch.device, names: list[str]) -> dict[str, Any]:
+    """By kernel: shares of rows (of one head) and of elements whose bits are not those of `batch_invariant`, and the
+    rms error of each against fp64, relative to the rms of the output."""
+    torch.manual_seed(0)
+    total = prompt + response
+    q, k, v = (torch.randn(total, heads, 128, device=device, dtype=torch.bfloat16) for heads in (32, 8, 8))
+    q = q * scale
+    rows = torch.arange(prompt, total, 16, device=device)
+    layout = Layout.from_lengths([prompt], [[response]], device=device)
+    own = dualkv.attention(q, k, v, layout, batch_invariant=True)[rows]
+    want = torch.stack([exact(q[i], k[: i + 1], v[: i + 1]) for i in rows.tolist()])
+    outs: dict[str, torch.Tensor] = {"dualkv": own}
+    failed: dict[str, str] = {}
+    for name in names:
+        call = stock_attention.CALLS[name]
+        try:
+            outs[f"{name}, prefill"] = call(q[None], k[None], v[None], stock_attention.Rule())[0, rows]
+            last = [one_query(name, q[i][None, None], k[None, : i + 1], v[None, : i + 1]) for i in rows.tolist()]
+            outs[f"{name}, decode"] = torch.cat(last)[:, 0]
+        except Exception as error:
+            failed[name] = in_words(error)
+    figures = {}
+    for name, out in outs.items():
+        apart = out != own
+        figures[name] = {
+            "rows_that_differ": apart.any(2).double().mean().item(),
+            "elements_that_differ": apart.double().mean().item(),
+            "rms_from_dualkv": relative(out.double() - own.double(), want),
+            "rms_error": relative(out.double() - want, want),
+        }
+    return {"kernels": figures, "failed": failed}
+
+
+def one_query(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """q [1, 1, H, D] behind k, v [1, L, Hk, D] -> [1, 1, H, D]."""
+    if name == "fa4":
+        return stock_attention.CALLS[name](q, k, v, stock_attention.Rule())  # the query is aligned with the last key
+    backend = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}[name]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    with sdpa_kernel([backend]):
+        return scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+
+
+def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """q [H, D], k, v [L, Hk, D] -> [H, D] in fp64."""
+    q, k, v = (x.double() for x in (q, k, v))
+    scores = torch.einsum("jgd,ljd->jgl", q.view(k.shape[1], -1, q.shape[1]), k) * q.shape[1] ** -0.5
+    return torch.einsum("jgl,ljd->jgd", scores.softmax(-1), v).flatten(0, 1)
+
+
+def relative(apart: torch.Tensor, to: torch.Tensor) -> float:
+    return float(apart.square().mean().sqrt() / to.square().mean().sqrt())
 
 
 def milliseconds(call: Callable[[], Any], seconds: float) -> float:
