@@ -113,6 +113,7 @@ class Settings(Common):
     offload: bool
     walk: bool = False
     reshard: bool = True
+    fast: bool = False
 
 
 Kind = TypeVar("Kind", bound=Common)
@@ -202,6 +203,7 @@ def make_worker(s: Settings, folder: Path) -> Any:
             "dualkv_keep": s.keep,
             "dualkv_trees": s.trace is not None,
             "dualkv_walk": s.walk,
+            "dualkv_fast": s.fast,
         },
     )
     worker = TrainingWorker(
@@ -563,6 +565,9 @@ def main(
     offload: Annotated[bool, typer.Option(help="Parameters and optimizer wait on the host.")] = False,
     walk: Annotated[bool, typer.Option(help="Groups larger than --max-tokens; update once with --untimed 1.")] = False,
     reshard: Annotated[bool, typer.Option(help="Layers after a forward; else they stay gathered.")] = True,
+    fast: Annotated[
+        bool, typer.Option(help="With fused norms, rotary embeddings and MLPs; with packed groups.")
+    ] = False,
     dtype: Annotated[str, typer.Option(help="Of the computation: bf16 or fp32.")] = "bf16",
     updates: verl_options.Updates = 3,
     untimed: verl_options.Untimed = 0,
