@@ -22,8 +22,9 @@ outside_inference_mode = torch.inference_mode(False)
 MAX_LENGTH = 2**40  # of one length: far more rows than a layout takes, and sums of lengths keep within 64 bits
 
 
-def positive(name: str, value: int) -> int:
-    """`value`, which may be a tensor [] of integers, as an integer of 1 or more; TypeError or ValueError for others."""
+def positive(name: str, value: int, least: int = 1) -> int:
+    """`value`, which may be a tensor [] of integers, as an integer of `least` or more; TypeError or ValueError for
+    others."""
     if isinstance(value, torch.Tensor) and (value.ndim or value.is_meta or not _is_integer(value)):
         # Its value is not printed: it may be on a GPU.
         kind = f"{value.dtype} meta tensor" if value.is_meta else f"{value.dtype} tensor"
@@ -34,8 +35,8 @@ def positive(name: str, value: int) -> int:
         number = operator.index(value)
     except TypeError:
         raise TypeError(f"{name} is {value!r}, expected an integer") from None
-    if number < 1:
-        raise ValueError(f"{name} is {number}, expected 1 or more")
+    if number < least:
+        raise ValueError(f"{name} is {number}, expected {least} or more")
     return number
 
 

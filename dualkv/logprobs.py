@@ -2,7 +2,7 @@
 
 Only rows that predict a response token meet the head, each once: in the gather style a prompt's last row predicts the
 first token of every response of its group, and its logits serve all of them. Rows go through the head in chunks, and
-the backward makes the logits of each chunk again, or keeps those of as many chunks as a limit of memory allows.
+the backward makes the logits of each chunk again, but for those of `kept_chunks`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
-from dualkv.arrays import IntArray, check_gib, positions, positive
+from dualkv.arrays import IntArray, positions, positive
 from dualkv.data.packing import PackedBatch
 from dualkv.data.parts import TreePart
 from dualkv.data.rows import check_used
@@ -50,7 +50,7 @@ def response_logprobs(
     *,
     chunk_size: int = 1024,
     compiled: bool = False,
-    memory: float | None = None,
+    kept_chunks: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each response token, and entropy of the distribution it was drawn from.
 
@@ -73,9 +73,8 @@ def response_logprobs(
         chunk_size: rows of the head at a time. Larger is faster until the head's products fill the device.
         compiled: what is between the head's products runs through `torch.compile`, which reads the logits three times
             and not about thirty times; the first call waits for the compiler.
-        memory: GiB that the tensors of this process may take on the GPU in the head's backward. Logits of as many
-            chunks as fit, 2 * V bytes a row in bf16, are kept for it and not made again; none of a head that has a
-            `module`. None by default. Results do not depend on it.
+        kept_chunks: chunks of `chunk_size` rows whose logits are kept for the backward and not made again, each
+            chunk_size * V * 2 bytes in bf16; all, if there are fewer. Results do not depend on it.
 
     Returns:
         logp: [M] fp32 (fp64 for fp64 inputs), in the order of `batch.targets`; `batch.unpack` makes rows of it.
@@ -84,13 +83,12 @@ def response_logprobs(
     Raises:
         ValueError: shapes, dtypes or devices that do not match, a temperature that is not above 0 and finite, a weight
             that is known to be only a part of a model's head (then pass the whole head), or of which this rank has a
-            part, a `memory` that is not positive or not of a GPU, `compiled` with a batch-invariant head, a layout that
-            no attention has used
-            (:meth:`Layout.mark_used`), response tokens outside the vocabulary. Tokens on a GPU are checked there,
-            without waiting for it: the failure is a device-side assertion.
+            part, `kept_chunks` below 0 or with a head that has a `module`, `compiled` with a batch-invariant head, a
+            layout that no attention has used (:meth:`Layout.mark_used`), response tokens outside the vocabulary. Tokens
+            on a GPU are checked there, without waiting for it: the failure is a device-side assertion.
         TypeError: tensors that are not floating point.
     """
-    states, head, divisor = _checked(hidden, head, batch, temperature, chunk_size, memory)
+    states, head, divisor = _checked(hidden, head, batch, temperature, chunk_size, kept_chunks)
     if compiled and head.batch_invariant:
         raise ValueError("compiled is True and the head is batch-invariant, which compiled sums are not known to be")
     states = head.in_front(states)
@@ -130,7 +128,7 @@ def response_logprobs(
         divides = torch.full((), divisor, dtype=_wider(states.dtype), device=states.device)
     # On a CPU products run row by row, and one row alone is summed by several threads.
     fixed = (chunk_size if states.is_cuda else 2) if head.batch_invariant else None
-    settings = (divides, cap, factor), compiled, memory if differentiable and called is None else None, fixed
+    settings = (divides, cap, factor), compiled, kept_chunks if differentiable else 0, fixed
     found = _HeadLogProbs.apply(states, rows, token, row, targets, chunks, several, called, *settings, *tensors)
     return cast(tuple[torch.Tensor, torch.Tensor], found)
 
@@ -141,7 +139,7 @@ def _checked(
     batch: PackedBatch | PackedSequences | TreePart,
     temperature: float,
     chunk_size: int,
-    memory: float | None,
+    kept_chunks: int,
 ) -> tuple[torch.Tensor, Head, float]:
     """hidden as [T, C], the head and the temperature, once everything is as it should be."""
     if not isinstance(batch, PackedBatch | PackedSequences | TreePart):
@@ -174,8 +172,10 @@ def _checked(
     if not (math.isfinite(number) and number > 0):
         raise ValueError(f"temperature is {temperature}, expected a finite number above 0")
     positive("chunk_size", chunk_size)
-    if memory is not None:
-        _refuse_memory(memory, hidden.device)
+    if positive("kept_chunks", kept_chunks, least=0) and whole.module is not None:
+        raise ValueError(
+            f"kept_chunks is {kept_chunks} and the head has a module, whose logits the backward makes again: expected 0"
+        )
     return hidden.reshape(total, width), whole, number
 
 
@@ -186,12 +186,6 @@ def _check_targets(targets: torch.Tensor, vocabulary: int) -> None:
     elif not inside.all():
         wrong = int(targets[~inside][0])
         raise ValueError(f"response token {wrong} is outside the vocabulary, the head makes {vocabulary} logits")
-
-
-def _refuse_memory(memory: float, device: torch.device) -> None:
-    check_gib("memory", memory)
-    if device.type != "cuda":
-        raise ValueError(f"memory is {memory} GiB for tensors on {device}, expected tensors on a GPU")
 
 
 def _chunks(tokens_of_row: IntArray, chunk_size: int) -> tuple[list[Chunk], tuple[IntArray, IntArray]]:
@@ -363,26 +357,6 @@ def _add_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor, in_place:
     return into.add_(a @ b)
 
 
-def _allocated(device: torch.device) -> int:
-    """Bytes of tensors on the GPU now."""
-    return torch.cuda.memory_allocated(device)
-
-
-def _chunks_to_keep(
-    memory: float, hidden: torch.Tensor, weight: torch.Tensor, chunks: list[Chunk], compiled: bool
-) -> int:
-    """Count the chunks whose logits fit into so many GiB in the backward, beside the tensors that it makes itself."""
-    if not chunks:
-        return 0
-    rows, (vocabulary, width) = chunks[0].u1, weight.shape
-    size, wide = hidden.element_size(), max(hidden.element_size(), 4)
-    # Logits of a chunk and their gradient, without a compiler three more of them in fp32; a product before it is added.
-    of_chunk = rows * vocabulary * (2 * size if compiled else 2 * size + 3 * wide)
-    products = vocabulary * width * (wide + size) + hidden.numel() * size
-    room = memory * 2**30 - _allocated(hidden.device) - of_chunk - products
-    return max(0, int(room / (rows * vocabulary * size)))
-
-
 class _Called:
     """A head that is called for its logits, under the autocast of the forward."""
 
@@ -442,7 +416,7 @@ class _HeadLogProbs(torch.autograd.Function):
         called: _Called | None,
         scale: Scale,
         compiled: bool,
-        memory: float | None,
+        kept_chunks: int,
         fixed: int | None,
         *tensors: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -451,7 +425,6 @@ class _HeadLogProbs(torch.autograd.Function):
         # Tensors of their own: FSDP warns of views that a module returns.
         logp, token_entropy = (hidden.new_empty(len(token), dtype=dtype) for _ in range(2))
         lse, entropy = hidden.new_empty(2, len(rows), dtype=dtype).unbind()
-        keep = 0 if memory is None else _chunks_to_keep(memory, hidden, cast(Any, tensors[0]), chunks, compiled)
         ctx.kept = {}  # by the first row of a chunk
         with torch.autocast(hidden.device.type, enabled=False):
             for u0, u1, t0, t1, *_ in chunks:
@@ -459,7 +432,7 @@ class _HeadLogProbs(torch.autograd.Function):
                 if fixed is not None and n < fixed:
                     states = torch.cat([states, states.new_zeros(fixed - n, states.shape[1])])
                 logits = _logits(called, states, tensors, fixed)
-                if len(ctx.kept) < keep:
+                if len(ctx.kept) < kept_chunks:
                     ctx.kept[u0] = logits[:n]
                 top, log_total, of_rows = (x[:n] for x in statistics(logits, scale))
                 entropy[u0:u1] = of_rows

@@ -215,14 +215,12 @@ def test_compiled_in_every_form_one_after_another(backend):
 @pytest.mark.parametrize("backend", ["aot_eager"], indirect=True)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("style", STYLES)
-def test_kept_logits_are_not_made_again_and_change_nothing(monkeypatch, backend, style, compiled):
+def test_kept_logits_are_not_made_again_and_change_nothing(backend, style, compiled):
     batch = some_batch(style)
-    monkeypatch.setattr(logprobs, "_refuse_memory", lambda *_: None)
     found, products = [], []
-    for keep in (0, 2, 9):
-        monkeypatch.setattr(logprobs, "_chunks_to_keep", lambda *_, keep=keep: keep)
+    for keep in (0, 2, 99):
         hidden, weight = inputs(batch, torch.float32)
-        logp, entropy = response_logprobs(hidden, weight, batch, chunk_size=2, compiled=compiled, memory=1.0)
+        logp, entropy = response_logprobs(hidden, weight, batch, chunk_size=2, compiled=compiled, kept_chunks=keep)
         loss = (2 * logp + entropy).sum()
         with nullcontext() if compiled else Dispatched() as backward:
             grads = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
@@ -234,21 +232,6 @@ def test_kept_logits_are_not_made_again_and_change_nothing(monkeypatch, backend,
     if not compiled:  # the compiler takes no mode that counts
         assert products[0] - products[2] > 2
         assert products[0] - products[1] == 2
-
-
-def test_as_many_logits_as_the_limit_allows_are_kept(monkeypatch):
-    rows, width, vocabulary, chunk = 64, 8, 1000, 16
-    hidden, weight = (torch.zeros(n, width, dtype=torch.bfloat16) for n in (rows, vocabulary))
-    chunks, _ = logprobs._chunks(np.ones(rows, int), chunk)
-    of_chunk, allocated = chunk * vocabulary * 2, 12345
-    monkeypatch.setattr(logprobs, "_allocated", lambda _: allocated)
-    products = 6 * vocabulary * width + 2 * rows * width
-    for compiled, itself in ((True, 2 * of_chunk), (False, 8 * of_chunk)):
-        for kept in (0, 1, 3):
-            for short, some in ((0, kept), (1, max(kept - 1, 0))):
-                limit = (allocated + products + itself + kept * of_chunk - short) / 2**30
-                assert logprobs._chunks_to_keep(limit, hidden, weight, chunks, compiled) == some
-    assert logprobs._chunks_to_keep(1.0, hidden, weight, [], True) == 0
 
 
 @pytest.mark.parametrize("backend", ["eager"], indirect=True)
@@ -282,15 +265,15 @@ def test_not_a_number_stays_one():
         assert all(torch.isnan(x).any() for x in (*values, *grads))
 
 
-def test_limits_that_mean_nothing_are_refused():
-    for memory, why in (
-        (0, "memory is 0, expected a finite"), (float("inf"), "memory is inf, expected a finite"),
-        (8, "memory is 8 GiB for tensors on cpu"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=why):
-            response_logprobs(*inputs(some_batch()), some_batch(), memory=memory)
-    with pytest.raises(TypeError, match="memory is a str, expected a number of GiB"):
-        response_logprobs(*inputs(some_batch()), some_batch(), memory="40")
+def test_kept_chunks_that_mean_nothing_are_refused():
+    batch = some_batch()
+    hidden, weight = inputs(batch)
+    with pytest.raises(ValueError, match="kept_chunks is -1, expected 0 or more"):
+        response_logprobs(hidden, weight, batch, kept_chunks=-1)
+    with pytest.raises(TypeError, match=r"kept_chunks is 1\.0, expected an integer"):
+        response_logprobs(hidden, weight, batch, kept_chunks=1.0)
+    with pytest.raises(ValueError, match=r"kept_chunks is 1 and the head has a module, .* expected 0"):
+        response_logprobs(hidden, Head(module=lambda rows: rows @ weight.T), batch, kept_chunks=1)
 
 
 def test_only_rows_that_predict_touch_the_head():

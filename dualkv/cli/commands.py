@@ -128,11 +128,8 @@ def demo(
         ),
     ] = None,
     fast: Annotated[
-        bool, typer.Option("--fast", help="Packed ways: fuse what surrounds attention, keep what memory allows.")
+        bool, typer.Option("--fast", help="Packed ways: fuse what surrounds attention; recomputed layers keep it.")
     ] = DemoSettings.fast,
-    memory: Annotated[
-        float | None, typer.Option(help="With --fast: GiB of the GPU that tensors may take. Default: 0.9 of it.")
-    ] = DemoSettings.memory,
     check: Annotated[
         bool | None,
         typer.Option("--check/--no-check", help="Compare both ways with a wider dtype. Default: in half precision."),

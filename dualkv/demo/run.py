@@ -258,8 +258,6 @@ class _Demo:
             read_rollouts(file, self.tokenizer, None)
         self.model = load_model(settings.model, settings.torch_dtype, settings.torch_device, settings.seed)
         self.initial = {name: value.to("cpu", copy=True) for name, value in self.model.state_dict().items()}
-        if settings.gradient_checkpointing:
-            recompute_layers(self.model)
         vocab_size = self.model.get_output_embeddings().weight.shape[0]
         self.given: Rollouts | None = None
         self.prompts: list[torch.Tensor] = []
@@ -344,6 +342,8 @@ class _Demo:
         """All updates of one way from the initial weights, on `trained_on` or, if empty, on its own samples."""
         settings, objective, model = self.settings, self.settings.objective, self.model
         model.load_state_dict(self.initial)
+        if settings.gradient_checkpointing:
+            recompute_layers(model, "attention" if settings.fast and way != "replicated" else "nothing")
         reference = None
         if objective.kl_coef:
             # Before the first update the policy is the reference; a copy is needed only if there is a second one.
@@ -359,7 +359,6 @@ class _Demo:
             settings.deterministic,
             self.track,
             settings.fast,
-            settings.memory,
         )
         result, trace = WayResult(), _Trace()
         prepared = None

@@ -47,9 +47,8 @@ class DemoSettings:
         seed: of weights, prompts and samples.
         deterministic: only deterministic algorithms, in PyTorch and in packed attention.
         gradient_checkpointing: layers are recomputed in the backward.
-        fast: what surrounds attention is fused in the packed ways (`enable(fast=True)`), and their log-probs compiled;
-            gradient checkpointing is theirs.
-        memory: GiB that tensors of the fast ways may take on the GPU; None: 0.9 of it.
+        fast: what surrounds attention is fused in the packed ways (`enable(fast=True)`), their log-probs are compiled,
+            and layers that are recomputed keep attention.
         check: compare both ways with a wider dtype; None: in half precision only.
     """
 
@@ -74,7 +73,6 @@ class DemoSettings:
     deterministic: bool = False
     gradient_checkpointing: bool = False
     fast: bool = False
-    memory: float | None = None
     check: bool | None = None
 
     @classmethod
@@ -87,7 +85,6 @@ class DemoSettings:
     def __post_init__(self) -> None:
         import torch
 
-        from dualkv.arrays import check_gib
         from dualkv.grpo import ALGORITHMS
 
         if self.algorithm not in ALGORITHMS:
@@ -102,10 +99,6 @@ class DemoSettings:
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
                 raise ValueError(f"{name} is {value}, expected 0 or more")
-        if self.memory is not None:
-            if not self.fast:
-                raise ValueError(f"memory is {self.memory} GiB without fast, which it limits")
-            check_gib("memory", self.memory)
         if self.device is not None:
             kind = self.device.partition(":")[0]
             if kind not in ("cpu", "cuda"):

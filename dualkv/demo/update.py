@@ -23,7 +23,7 @@ from dualkv.data.trees import PackedSequences, pack_sequences, plan_sequences
 from dualkv.demo.measure import PeakMemory, Stopwatch
 from dualkv.demo.pictures import of_rows
 from dualkv.grpo import Algorithm, group_advantages, policy_loss, token_weights
-from dualkv.integrations.transformers import disable, enable, head, memory_for_logits, recompute_layers
+from dualkv.integrations.transformers import disable, enable, head
 from dualkv.layout import Layout
 from dualkv.logprobs import response_logprobs
 from dualkv.progress import Track, untracked
@@ -53,11 +53,9 @@ class ModelBatch:
         return self.batch.layout.num_tokens
 
     def logprobs(self, model: PreTrainedModel, fast: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability and entropy of each response token, [m] and [m]; `fast`: compiled, in memory that layers of
-        the model leave."""
+        """Log-probability and entropy of each response token, [m] and [m]; `fast`: compiled."""
         hidden = model.base_model(**self.inputs, use_cache=False).last_hidden_state.flatten(0, 1)
-        memory = memory_for_logits(model) if fast else None
-        logp, entropy = response_logprobs(hidden, head(model), self.batch, compiled=fast, memory=memory)
+        logp, entropy = response_logprobs(hidden, head(model), self.batch, compiled=fast)
         return torch.cat(self.batch.unpack(logp)), torch.cat(self.batch.unpack(entropy))
 
 
@@ -237,7 +235,6 @@ class PolicyTrainer:
         deterministic: bool = False,
         track: Track = untracked,
         fast: bool = False,
-        memory: float | None = None,
     ) -> None:
         """
         Args:
@@ -249,7 +246,7 @@ class PolicyTrainer:
             reference: the frozen policy of the KL term; needed when the objective has one.
             deterministic: PyTorch and packed attention use deterministic algorithms only.
             track: shows progress.
-            fast, memory: of packed ways, as in :class:`dualkv.demo.settings.DemoSettings`.
+            fast: of packed ways, as in :class:`dualkv.demo.settings.DemoSettings`.
         """
         self._fast = fast and way != "replicated"
         self.model, self.way, self.objective, self.budget = model, way, objective, budget
@@ -260,8 +257,6 @@ class PolicyTrainer:
                 head(each)  # raises an error for a model whose logits are not known
                 if way != "replicated":
                     enable(each, deterministic=deterministic, fast=fast)
-        if self._fast and memory is not None:
-            recompute_layers(model, "attention", memory=memory)
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
         self._track = track
         self._warm = model.device.type == "cpu" and not self._fast  # there `fast` alone makes anything at a first call

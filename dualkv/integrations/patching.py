@@ -104,9 +104,9 @@ def of(target: Any, part: str = "enable") -> Changes:
 
     Args:
         target: as above.
-        part: of what a module of a model got. "enable", "fast" and "kept" (results that checkpointed layers keep) are
-            of :func:`dualkv.integrations.transformers.enable`, "engine" of veRL's engines, "trainer" of TRL's and
-            OpenRLHF's trainers.
+        part: of what a module of a model got. "enable" and "fast" are of
+            :func:`dualkv.integrations.transformers.enable`, "kept" of `recompute_layers` there, "engine" of veRL's
+            engines, "trainer" of TRL's and OpenRLHF's trainers.
     """
     if not isinstance(target, nn.Module):
         return _PROCESS.setdefault(target, Changes(target))

@@ -29,7 +29,6 @@ OWN = {
     "openrlhf/batches.py": {"setattr self"},
     "openrlhf/strategy.py": {"vars self"},
     "transformers/adapters.py": {"setattr small", "torch_module.register_module_module_registration_hook"},
-    "transformers/checkpointing.py": {"vars decoder"},  # what gradient checkpointing keeps, as long as that is on
     "transformers/heads.py": {"setattr part"},
     "transformers/recurrent/earlier.py": {"vars self"},
     "transformers/rotary.py": {"setattr module"},

@@ -3,8 +3,8 @@ attention.
 
 Attention is a part of an update; norms, rotary embeddings, activations, log-probs and what gradient checkpointing
 computes again are others. Each row of :data:`ROWS` changes one of them: the model's layers as transformers has them,
-with Liger's kernels, or compiled; what checkpointed layers keep; log-probs eager or compiled. Only rows that predict
-response tokens reach the head, in all of them.
+with Liger's kernels, or compiled; what layers keep, and how many of them; log-probs eager or compiled; how many chunks
+of logits are kept. Only rows that predict response tokens reach the head, in all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import typer
 from dualkv.bench.run import in_words
 from dualkv.data.rollouts import Rollouts
 from dualkv.demo.update import ModelBatch, packed_batches, replicated_batches
-from dualkv.integrations.transformers import enable, head, memory_for_logits, recompute_layers
+from dualkv.integrations.transformers import enable, head, recompute_layers
 from dualkv.logprobs import response_logprobs
 from dualkv.models import CONFIGS
 from tools.bench import stock_attention
@@ -37,16 +37,17 @@ class Row:
     way: "packed" or "replicated".
     layers: "eager", "liger", "compiled pieces" (norms, rotary embedding, MLP), "compiled" (whole layers) or "fast"
         (`enable(fast=True)`).
-    keep: what checkpointed layers keep; "all" is no checkpointing. With "fast", the GiB for all tensors.
+    keep, kept_layers: what layers keep, `keep` and `layers` of `recompute_layers`.
     logprobs: "eager" or "compiled".
-    logits: "again", or "kept" as far as layers leave memory, with "fast".
+    kept_chunks: chunks of the head whose logits are kept for the backward.
     """
 
     way: str
     layers: str
     keep: str
     logprobs: str
-    logits: str = "again"
+    kept_layers: int | None = None
+    kept_chunks: int = 0
 
 
 ROWS = {
@@ -60,10 +61,12 @@ ROWS = {
     "replicated": Row("replicated", "eager", "nothing", "eager"),
     "packed, log-probs, pieces, attention": Row("packed", "compiled pieces", "attention", "compiled"),
     "packed, log-probs, compiled": Row("packed", "compiled", "all", "compiled"),
-    "packed, fast, 40 GiB": Row("packed", "fast", "40", "compiled"),
-    "packed, fast, 80 GiB": Row("packed", "fast", "80", "compiled"),
-    "packed, fast, 40 GiB, logits": Row("packed", "fast", "40", "compiled", "kept"),
-    "packed, fast, 80 GiB, logits": Row("packed", "fast", "80", "compiled", "kept"),
+    "packed, fast, attention": Row("packed", "fast", "attention", "compiled"),
+    "packed, fast, products of 3": Row("packed", "fast", "products", "compiled", 3),
+    "packed, fast, products of 3, logits of 8": Row("packed", "fast", "products", "compiled", 3, 8),
+    "packed, fast, products": Row("packed", "fast", "products", "compiled"),
+    "packed, fast, products, logits of 16": Row("packed", "fast", "products", "compiled", None, 16),
+    "packed, fast, all of 3": Row("packed", "fast", "all", "compiled", 3),
 }
 
 
@@ -179,15 +182,14 @@ def flops(model: Any, sizes: Sizes, packed: bool) -> float:
 
 
 def step(
-    model: Any, batches: list[ModelBatch], weights: torch.Tensor, compiled: bool, chunk_size: int, logits: str = "again"
+    model: Any, batches: list[ModelBatch], weights: torch.Tensor, compiled: bool, chunk_size: int, kept_chunks: int = 0
 ) -> torch.Tensor:
     """Forward and backward of every micro-batch; the log-probs [M]."""
     found = torch.empty_like(weights)
-    options: dict[str, Any] = {"compiled": compiled, "chunk_size": chunk_size}
+    options: dict[str, Any] = {"compiled": compiled, "chunk_size": chunk_size, "kept_chunks": kept_chunks}
     for batch in batches:
         hidden = model.get_decoder()(**batch.inputs, use_cache=False).last_hidden_state.flatten(0, 1)
-        memory = memory_for_logits(model) if logits == "kept" else None
-        logp, _ = response_logprobs(hidden, head(model), batch.batch, memory=memory, **options)
+        logp, _ = response_logprobs(hidden, head(model), batch.batch, **options)
         logp = torch.cat(batch.batch.unpack(logp))
         (logp * weights[batch.places]).sum().backward()
         found[batch.places] = logp.detach()
@@ -241,30 +243,21 @@ def run_row(
     else:
         model.config._attn_implementation = {"": stock_attention.register(stock, length)}
         batches = replicated_batches(rollouts, sizes.micro_batch * length, device)
-    if row.layers == "fast":
-        recompute_layers(model, "attention", memory=float(row.keep))
-    elif row.keep == "all":
-        model.gradient_checkpointing_disable()
-    else:
-        recompute_layers(model, row.keep)
+    recompute_layers(model, row.keep, layers=row.kept_layers)
     # A learning rate of 0: all rows and repeats have the same weights.
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True) if sizes.optimizer else None
 
     def run(some: list[ModelBatch]) -> torch.Tensor:
-        logp = step(model, some, weights, row.logprobs == "compiled", sizes.chunk_size, row.logits)
+        logp = step(model, some, weights, row.logprobs == "compiled", sizes.chunk_size, row.kept_chunks)
         if optimizer:
             optimizer.step()
         model.zero_grad(set_to_none=True)
         return logp
 
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()  # of rows before this one; a limit of memory learns from the peak
     start = time.perf_counter()
     run(batches[:1])
     wait()
     found: dict[str, Any] = {"first_micro_batch": time.perf_counter() - start, "micro_batches": len(batches)}
-    for _ in range(2 if row.layers == "fast" else 0):  # until it has measured what layers need
-        run(batches[:1])
     timed, logp = repeated(lambda: run(batches), sizes.repeats if row.way == "packed" else 1)
     done, nominal = (flops(model, sizes, packed) / 1e12 / timed["median"] for packed in (row.way == "packed", False))
     return logp, found | timed | {"tflops_done": done, "tflops_nominal": nominal}

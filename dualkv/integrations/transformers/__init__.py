@@ -6,7 +6,6 @@ from codegen.surface import borrowing
 require("transformers", __name__)
 with borrowing("transformers", __name__):
     from dualkv.integrations.transformers.checkpointing import KEEP as KEEP
-    from dualkv.integrations.transformers.checkpointing import memory_for_logits as memory_for_logits
     from dualkv.integrations.transformers.checkpointing import recompute_layers as recompute_layers
     from dualkv.integrations.transformers.enabling import disable as disable
     from dualkv.integrations.transformers.enabling import enable as enable

@@ -44,7 +44,6 @@ from dualkv.integrations.transformers import (
     selfcheck,
     towers,
 )
-from dualkv.integrations.transformers.checkpointing import recompute_layers
 from dualkv.integrations.transformers.placed import Placed
 from dualkv.layout import Layout
 from dualkv.packed_rows import PackedRows, packed_rows
@@ -468,9 +467,8 @@ def enable(
             model itself is not run.
         fast: also change what surrounds attention. Norms, rotary embeddings and MLPs run in fused kernels: Liger's
             where `liger_kernel` is installed and knows the model, compiled ones otherwise, with the rounding of these
-            kernels. Gradient checkpointing keeps attention; in one process on a GPU, the last layers keep their
-            products too, or everything, as long as 0.9 of the GPU's memory is enough (`recompute_layers(..., memory=)`
-            afterwards sets another limit). `disable` leaves gradient checkpointing on.
+            kernels. Layers that are checkpointed, not reentrantly, keep attention, unless `recompute_layers` says what
+            they keep.
         batch_invariant: the bits of a row's hidden states and log-probs depend on its path alone, and on where that is
             cut into segments (:mod:`dualkv.integrations.transformers.invariant`). Not with `fast`, walks or context
             parallelism.
@@ -548,18 +546,15 @@ def enable(
     heads.known(model)
     if fast:
         fused.fuse(model)
-        recompute_layers(model, "attention", memory=checkpointing.most(model))
         for decoder in inner:
-            patching.of(decoder, "kept").before(checkpointing.keep_attention)
+            patching.of(decoder).before(checkpointing.keep_attention)
     return model
 
 
 def disable(model: Model) -> Model:
     """Undoes :func:`enable`; a model that was not enabled does not change. Returns the same model."""
     check_model(model)
-    if fused.is_fused(model):
-        patching.undo(model, "fast", "kept")
-    patching.undo(model, "enable")
+    patching.undo(model, "fast", "enable")
     return model
 
 
@@ -571,8 +566,7 @@ def suspended(model: nn.Module) -> Iterator[None]:
             answers = model.generate_batch(prompts)
 
     Configs name the model's own implementation, and layers that `fast` changed run as they were. Calls with a layout
-    raise ValueError. Afterwards the model is enabled as before, with the same `deterministic` and `fast`. A limit of
-    memory stays, with all that was measured under it.
+    raise ValueError. Afterwards the model is enabled as before, with the same `deterministic` and `fast`.
 
     Args:
         model: a transformers model or a wrapper around one. One that is not enabled does not change.

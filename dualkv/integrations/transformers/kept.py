@@ -18,7 +18,7 @@ is given once. A second backward through the same graph computes it again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
 from typing import Any
 
@@ -31,21 +31,20 @@ from dualkv.branches import is_padded
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
 
-def contexts(ops: Collection[Any], keeps: Callable[[Any], bool] = lambda op: True) -> tuple[Any, Any]:
+def contexts(ops: Collection[Any]) -> tuple[Any, Any]:
     """Contexts of one call of a layer, its forward's and its recomputation's: a `context_fn` of PyTorch's `checkpoint`.
 
     Args:
-        ops: the operations, overloads such as `torch.ops.aten.mm.default`, whose results may be kept.
-        keeps: is given each of them in the order of the forward, and says whether its result is kept.
+        ops: the operations, overloads such as `torch.ops.aten.mm.default`, whose results are kept.
     """
     if torch._guards.detect_fake_mode() is not None:  # a model that is compiled as a whole: there no tensor is written
         return create_selective_checkpoint_contexts(
             lambda _, op, *_args, **_kwargs: (
-                CheckpointPolicy.MUST_SAVE if op in ops and keeps(op) else CheckpointPolicy.PREFER_RECOMPUTE
+                CheckpointPolicy.MUST_SAVE if op in ops else CheckpointPolicy.PREFER_RECOMPUTE
             )
         )
     results: list[_Result] = []
-    return _Forward(ops, keeps, results), _Recomputation(ops, results)
+    return _Forward(ops, results), _Recomputation(ops, results)
 
 
 class _Kept:
@@ -105,9 +104,8 @@ class _Mode(TorchDispatchMode):
 
 
 class _Forward(_Mode):
-    def __init__(self, ops: Collection[Any], keeps: Callable[[Any], bool], results: list[_Result]) -> None:
+    def __init__(self, ops: Collection[Any], results: list[_Result]) -> None:
         super().__init__(ops, results)
-        self.keeps = keeps
         self.aliases: dict[int, list[_Kept]] = {}  # by the storage that they share with the model
 
     def __exit__(self, *error: Any) -> None:
@@ -122,7 +120,7 @@ class _Forward(_Mode):
                     kept.copy()
         out = func(*args, **kwargs)
         if func in self.ops:
-            self.results.append(self._kept(func, out) if self.keeps(func) and not is_padded() else _Result(func))
+            self.results.append(self._kept(func, out) if not is_padded() else _Result(func))
         elif func is _UNSAFE_VIEW and self.aliases:
             for storage in _storages([out]):
                 for kept in self.aliases.get(storage, ()):

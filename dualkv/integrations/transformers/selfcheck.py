@@ -99,7 +99,7 @@ def refuse_unproved(decoder: PreTrainedModel, packed: PackedRows) -> None:
     adapters.refuse_later(decoder)
     if decoder.training:
         _ask(decoder, "training")
-        if decoder.__dict__.get(checkpointing.KEEPS_PRODUCTS):
+        if "products" in decoder.__dict__.get(checkpointing.KEPT, ()):
             _ask(decoder, "products")
     if packed.is_part:
         _ask(decoder, "walk")

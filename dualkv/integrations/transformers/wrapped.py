@@ -24,7 +24,7 @@ def logprobs(
     *,
     chunk_size: int = 1024,
     compiled: bool = False,
-    memory: float | None = None,
+    kept_chunks: int = 0,
     **inputs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each trained token, and entropy, as :func:`dualkv.response_logprobs`, by one call of a model.
@@ -38,7 +38,7 @@ def logprobs(
     Args:
         model: a transformers model on which :func:`enable` was called, or a wrapper around one.
         batch: what :func:`dualkv.pack`, `pack_padded` or `pack_sequences` returned.
-        temperature, chunk_size, compiled, memory: as for :func:`dualkv.response_logprobs`.
+        temperature, chunk_size, compiled, kept_chunks: as for :func:`dualkv.response_logprobs`.
         inputs: of the model, such as `**batch.media`.
 
     Returns:
@@ -65,7 +65,7 @@ def logprobs(
         (states,) = (*args, *kwargs.values())
         left = head_of(own_forward)
         values = response_logprobs(
-            states, left, batch, temperature, chunk_size=chunk_size, compiled=compiled, memory=memory
+            states, left, batch, temperature, chunk_size=chunk_size, compiled=compiled, kept_chunks=kept_chunks
         )
         return torch.stack([value[None] for value in values], -1)  # [1, M, 2], no view: FSDP2 warns of views
 

@@ -27,7 +27,7 @@ from dualkv.data.packing import IGNORED
 from dualkv.data.trees import NOTICE, pack_sequences
 from dualkv.integrations import patching
 from dualkv.integrations.metrics import count_rows
-from dualkv.integrations.transformers import support
+from dualkv.integrations.transformers import enable, support
 from dualkv.integrations.trl import probe
 from dualkv.integrations.trl.common import (
     Batch,
@@ -36,10 +36,8 @@ from dualkv.integrations.trl.common import (
     call,
     checked_walk,
     enable_all,
-    enable_policy,
     labels_of,
     pack_rollouts,
-    refuse_memory,
     refuse_model,
     refuse_trainer,
     refuse_walk,
@@ -65,11 +63,9 @@ class PackedAnswers(Base):
         model: Any,
         *args: Any,
         fast: bool = False,
-        memory: float | None = None,
         walk: bool | int | Memory | None = None,
         **kwargs: Any,
     ) -> None:
-        refuse_memory(fast, memory)
         walk = checked_walk(walk)
         self._walks = None if walk is None else Walks(self, walk)
         bases = type(self).__mro__
@@ -77,7 +73,7 @@ class PackedAnswers(Base):
         reads = "_is_vision_dataset _metrics accelerator" + " ref_model" * bool(self._replaced)
         probe.refuse_replaced(theirs, PackedAnswers, self._replaced, reads)
         refuse_model(model)
-        self._fast, self._memory = fast, memory
+        self._fast = fast
         super().__init__(model, *args, **kwargs)
         if self._is_vision_dataset:
             raise ValueError("train_dataset has images: text alone is packed, use TRL's own trainer")
@@ -94,7 +90,7 @@ class PackedAnswers(Base):
             if self._walks is not None:
                 refuse_walk(self, fast=self._fast)
             probe.of_answers(self, pack_head)
-            enable_all(self, self._fast, self._memory)
+            enable_all(self, self._fast)
             for model in (self.model, getattr(self, "ref_model", None)):
                 if model is not None:
                     pack_head(without_adapters(self.accelerator.unwrap_model(model)), self, self._walks)
@@ -119,13 +115,13 @@ class DPOTrainer(PackedAnswers, trl.DPOTrainer):
 
     Args:
         model, args, kwargs: TRL's.
-        fast, memory, walk: as for :class:`dualkv.integrations.trl.PackedGroups`.
+        fast, walk: as for :class:`dualkv.integrations.trl.PackedGroups`.
 
     Raises:
         ValueError: by the constructor for a model that :func:`dualkv.integrations.transformers.enable` refuses, a
-            dataset with images, PEFT adapters that `enable` refuses,
-            `neftune_noise_alpha`, `torch_compile`, or a `memory` or `walk` that :class:`PackedGroups` refuses; in
-            training for inputs other than text, and labels of a collator or dataset that are not the next tokens.
+            dataset with images, PEFT adapters that `enable` refuses, `neftune_noise_alpha`, `torch_compile`, or a
+            `walk` that :class:`PackedGroups` refuses; in training for inputs other than text, and labels of a collator
+            or dataset that are not the next tokens.
     """
 
 
@@ -139,7 +135,7 @@ class KTOTrainer(PackedAnswers, trl.KTOTrainer):
 
     Args:
         model, args, kwargs: TRL's.
-        fast, memory, walk: as for :class:`dualkv.integrations.trl.PackedGroups`.
+        fast, walk: as for :class:`dualkv.integrations.trl.PackedGroups`.
 
     Raises:
         ValueError: as for :class:`DPOTrainer`.
@@ -159,7 +155,7 @@ class SFTTrainer(PackedAnswers, trl.SFTTrainer):
 
     Args:
         model, args, kwargs: TRL's.
-        fast, memory, walk: as for :class:`dualkv.integrations.trl.PackedGroups`.
+        fast, walk: as for :class:`dualkv.integrations.trl.PackedGroups`.
 
     Raises:
         ValueError: as for :class:`DPOTrainer`; by the constructor also for `compute_loss_func` and
@@ -196,22 +192,20 @@ class RewardTrainer(trl.RewardTrainer):
 
     Args:
         model, args, kwargs: TRL's.
-        fast, memory: as for :class:`dualkv.integrations.trl.PackedGroups`.
+        fast: as for :class:`dualkv.integrations.trl.PackedGroups`.
 
     Raises:
         ValueError: by the constructor for a model whose decoder :func:`dualkv.integrations.transformers.enable`
-            refuses, a head other than transformers' usual one, PEFT adapters that `enable` refuses,
-            `neftune_noise_alpha`, or a `memory` that :class:`PackedGroups` refuses; in training for inputs
-            other than text.
+            refuses, a head other than transformers' usual one, PEFT adapters that `enable` refuses, or
+            `neftune_noise_alpha`; in training for inputs other than text.
     """
 
-    def __init__(self, model: Any, *args: Any, fast: bool = False, memory: float | None = None, **kwargs: Any) -> None:
-        refuse_memory(fast, memory)
+    def __init__(self, model: Any, *args: Any, fast: bool = False, **kwargs: Any) -> None:
         if isinstance(model, str):
             refuse_model(model)
         super().__init__(model, *args, **kwargs)
         refuse_trainer(self)
-        pack_score(without_adapters(self.model), self, fast, memory)
+        pack_score(without_adapters(self.model), self, fast)
 
 
 def pack_head(model: Any, trainer: Any, walks: Walks | None = None) -> None:
@@ -296,13 +290,13 @@ def _packed_head(
     return FusedCausalLMOutput(**made, label_mask=of_batch(scored), aux_loss=aux_loss)
 
 
-def pack_score(model: Any, trainer: Any, fast: bool = False, memory: float | None = None) -> None:
+def pack_score(model: Any, trainer: Any, fast: bool = False) -> None:
     """Lets a model with transformers' usual head of sequence classification compute shared prefixes once.
 
     Args:
         model: without wrappers; its decoder is enabled here.
         trainer: gets the metrics.
-        fast, memory: as for :func:`enable_policy`.
+        fast: as for :func:`dualkv.integrations.transformers.enable`.
 
     Raises:
         ValueError: a head of another kind, a decoder that is refused.
@@ -314,7 +308,7 @@ def pack_score(model: Any, trainer: Any, fast: bool = False, memory: float | Non
         )
     decoder = getattr(model, model.base_model_prefix)
     support.refuse(decoder)
-    enable_policy(decoder, fast, memory)
+    enable(decoder, fast=fast)
     padded = model.forward
 
     @functools.wraps(getattr(padded, "__func__", padded))

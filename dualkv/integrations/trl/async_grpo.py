@@ -28,8 +28,9 @@ with borrowing("trl", __name__):
     MAKE, HEAD, FLOPS = theirs.create_model_from_path, theirs.add_fused_lm_head, theirs.compute_flops_per_token
 
 from dualkv.integrations.patching import Changes
+from dualkv.integrations.transformers import enable
 from dualkv.integrations.trl import probe
-from dualkv.integrations.trl.common import Batch, enable_policy, refuse_memory, refuse_model, refuse_trainer
+from dualkv.integrations.trl.common import Batch, refuse_model, refuse_trainer
 from dualkv.layout import Layout
 
 PATHS = ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")
@@ -48,23 +49,21 @@ class AsyncGRPOTrainer(Padded):
 
     Args:
         model, args, kwargs: TRL's.
-        fast, memory: as for :class:`dualkv.integrations.trl.PackedGroups`.
+        fast: as for :class:`dualkv.integrations.trl.PackedGroups`.
 
     Raises:
         ValueError: by the constructor for a model that :func:`dualkv.integrations.transformers.enable` refuses,
-            PEFT adapters that `enable` refuses, `neftune_noise_alpha`, or a `memory` that
-            :class:`dualkv.integrations.trl.PackedGroups` refuses.
+            PEFT adapters that `enable` refuses, or `neftune_noise_alpha`.
     """
 
-    def __init__(self, model: Any, *args: Any, fast: bool = False, memory: float | None = None, **kwargs: Any) -> None:
-        refuse_memory(fast, memory)
+    def __init__(self, model: Any, *args: Any, fast: bool = False, **kwargs: Any) -> None:
         probe.refuse_replaced(Padded, AsyncGRPOTrainer, "compute_loss _log_step_metrics", "aux_loss_enabled")
         refuse_model(model)
         with _unrefused():
             super().__init__(model, *args, **kwargs)
         probe.of_trees(self, partial(_captured, self), _packed)
         refuse_trainer(self)
-        enable_policy(self.model, fast, memory)
+        enable(self.model, fast=fast)
 
     def compute_loss(
         self, model: Any, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from dualkv.arrays import check_gib, positive
+from dualkv.arrays import positive
 from dualkv.branches import Branch
 from dualkv.data.gain import MIN_SHARED, pays_over
 from dualkv.data.media import SequenceMedia
@@ -23,7 +23,7 @@ from dualkv.data.parts import TreePart, plan_parts
 from dualkv.data.planning import arrange
 from dualkv.data.trees import PackedSequences, pack_tree, tree_of
 from dualkv.integrations.patching import Changes
-from dualkv.integrations.transformers import adapters, enable, layers, recompute_layers, support
+from dualkv.integrations.transformers import adapters, enable, layers, support
 from dualkv.integrations.transformers.experts import load_balancing_loss
 from dualkv.prefixes import PrefixTree, SharedPrefixes, shared_prefixes
 from dualkv.row_costs import measure_rows, room
@@ -54,14 +54,6 @@ def refuse_trainer(trainer: Any) -> None:
         )
     for sentence in adapters.objections(trainer.model, layers.decoders(trainer.model)):
         raise ValueError(sentence)
-
-
-def refuse_memory(fast: bool, memory: float | None) -> None:
-    """Raises TypeError for a limit that is no number, and ValueError for one that is not positive or without `fast`."""
-    if memory is not None:
-        check_gib("memory", memory)
-        if not fast:
-            raise ValueError(f"memory is {memory} GiB together with fast={fast}, expected fast=True")
 
 
 def checked_walk(walk: bool | int | Memory | None) -> bool | int | Memory | None:
@@ -206,16 +198,9 @@ def refuse_walk(trainer: Any, **others: Any) -> None:
         )
 
 
-def enable_policy(model: nn.Module, fast: bool, memory: float | None) -> None:
-    """Enables a model that is trained, `fast` or not, with a limit of `memory` GiB where that is not None."""
-    enable(model, fast=fast)
-    if memory is not None:
-        recompute_layers(model, "attention", memory=memory)
-
-
-def enable_all(trainer: Any, fast: bool, memory: float | None) -> None:
-    """Enables the policy, as :func:`enable_policy` does, and the reference model of a trainer that has one."""
-    enable_policy(trainer.model, fast, memory)
+def enable_all(trainer: Any, fast: bool) -> None:
+    """Enables the policy, `fast` or not, and the reference model of a trainer that has one."""
+    enable(trainer.model, fast=fast)
     if getattr(trainer, "ref_model", None) is not None:
         enable(trainer.ref_model)
 

@@ -39,7 +39,6 @@ from dualkv.integrations.trl.common import (
     joined,
     pack_rollouts,
     prefix_tree,
-    refuse_memory,
     refuse_model,
     refuse_trainer,
     refuse_walk,
@@ -96,9 +95,8 @@ class PackedGroups(Base):
     Args:
         model, args, kwargs: TRL's.
         fast: as for :func:`dualkv.integrations.transformers.enable`, for the policy. Its gradient checkpointing then is
-            what `enable` makes of it; a limit of memory is set in one process on a GPU.
-        memory: with `fast`, that limit in GiB, as for :func:`dualkv.integrations.transformers.recompute_layers`; by
-            default 0.9 of the GPU's memory.
+            what `enable` makes of it. A call of :func:`dualkv.integrations.transformers.recompute_layers` on the
+            trainer's model says what layers keep, with `fast` or without.
         canary: optimizer steps from one canary to the next, the first one in the first step; none by default.
         walk: for micro-batches that do not fit into memory in one pass: the packed row runs in parts
             (:func:`dualkv.walk_values`), with whole groups and their losses. A budget of rows; a
@@ -110,10 +108,9 @@ class PackedGroups(Base):
     Raises:
         ValueError: by the constructor for a model that :func:`dualkv.integrations.transformers.enable` refuses, a
             vision-language model whose images do not run packed, PEFT adapters that `enable` refuses,
-            `neftune_noise_alpha`, a `canary` below 1, a `memory` that is not positive, without `fast`, off a GPU or
-            beside other ranks, or a `walk` below 1, with `fast`, `canary`, the load balancing loss or other ranks; in
-            training for `walk=True` off a GPU, inputs other than text and images, and images that do not fit their
-            placeholders.
+            `neftune_noise_alpha`, a `canary` below 1, or a `walk` below 1, with `fast`, `canary`, the load balancing
+            loss or other ranks; in training for `walk=True` off a GPU, inputs other than text and images, and images
+            that do not fit their placeholders.
         TypeError: a `walk` of another type.
     """
 
@@ -124,12 +121,10 @@ class PackedGroups(Base):
         model: Any,
         *args: Any,
         fast: bool = False,
-        memory: float | None = None,
         canary: int | None = None,
         walk: bool | int | Memory | None = None,
         **kwargs: Any,
     ) -> None:
-        refuse_memory(fast, memory)
         self._canary = None if canary is None else positive("canary", canary)
         walk = checked_walk(walk)
         self._walks: Walks | None = None
@@ -148,7 +143,7 @@ class PackedGroups(Base):
         refuse_trainer(self)
         if walk is not None:
             refuse_walk(self, fast=fast, canary=canary)
-        enable_all(self, fast, memory)
+        enable_all(self, fast)
         self._walks = None if walk is None else Walks(self, walk)
         ids = (getattr(self.model.config, name, None) for name in ("image_token_id", "video_token_id"))
         # Gemma's marks make rows see each other, so those of the processor alone serve.

@@ -13,7 +13,7 @@ with borrowing("trl", __name__):
 
 from dualkv.data.packing import pack_padded
 from dualkv.integrations.trl import probe
-from dualkv.integrations.trl.common import enable_all, refuse_memory, refuse_model, refuse_trainer
+from dualkv.integrations.trl.common import enable_all, refuse_model, refuse_trainer
 
 
 class OnlineDPOTrainer(Padded):
@@ -25,22 +25,20 @@ class OnlineDPOTrainer(Padded):
 
     Args:
         model, args, kwargs: TRL's.
-        fast, memory: as for :class:`dualkv.integrations.trl.PackedGroups`.
+        fast: as for :class:`dualkv.integrations.trl.PackedGroups`.
 
     Raises:
         ValueError: by the constructor for a model that :func:`dualkv.integrations.transformers.enable` refuses,
-            PEFT adapters that `enable` refuses, `neftune_noise_alpha`, or a `memory` that
-            :class:`dualkv.integrations.trl.PackedGroups` refuses; in training for images, and
-            prompts that the limit of TRL (`max_length`) cuts to nothing.
+            PEFT adapters that `enable` refuses, or `neftune_noise_alpha`; in training for images, and prompts that the
+            limit of TRL (`max_length`) cuts to nothing.
     """
 
-    def __init__(self, model: Any, *args: Any, fast: bool = False, memory: float | None = None, **kwargs: Any) -> None:
-        refuse_memory(fast, memory)
+    def __init__(self, model: Any, *args: Any, fast: bool = False, **kwargs: Any) -> None:
         probe.refuse_replaced(Padded, OnlineDPOTrainer, "_forward", "max_length ref_model")
         refuse_model(model)
         super().__init__(model, *args, **kwargs)
         refuse_trainer(self)
-        enable_all(self, fast, memory)
+        enable_all(self, fast)
 
     def _forward(
         self,

@@ -64,8 +64,9 @@ from dualkv.sequence_parallel import HeadRows, Shard, padded
 FSDP = ["fsdp", "fsdp2"]
 STRATEGIES = [*FSDP, "megatron"]
 OTHERS = ["veomni", "torchtitan", "automodel", "fsdp_turbo"]
-# In `model.fused_kernel_options`: the results that checkpointed layers keep; whether what surrounds attention is fused.
-KEEP, FAST = "dualkv_keep", "dualkv_fast"
+# In `model.fused_kernel_options`: the results that checkpointed layers keep, and how many layers do; whether what
+# surrounds attention is fused.
+KEEP, KEEP_LAYERS, FAST = "dualkv_keep", "dualkv_keep_layers", "dualkv_fast"
 
 # veRL puts attention of its own into these classes, which calls FlashAttention around transformers' registry.
 OWN_ATTENTION = {cls: cls.forward for cls in (qwen2_vl.Qwen2VLAttention, qwen2_5_vl.Qwen2_5_VLAttention)}
@@ -163,7 +164,8 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
             fused.fuse(module)
         self._pairs_a_row = layers.pairs_a_row(module)
         if self.model_config.enable_gradient_checkpointing:
-            transformers.recompute_layers(module, options.get(KEEP, "attention" if fast else "nothing"))
+            keep = options.get(KEEP, "attention" if fast else "nothing")
+            transformers.recompute_layers(module, keep, layers=options.get(KEEP_LAYERS))
         return module
 
     def _enter_decoder(self, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -400,9 +400,9 @@ def _refuse(model_config: Any, engine_config: Any) -> None:
         raise ValueError(f"fused_kernel_options.{walked.WALK} is True, expected false on strategy megatron: use fsdp2")
     if canary.steps(options) is not None:
         raise ValueError(f"fused_kernel_options.{canary.CANARY} is set, strategy megatron has no canary: unset it")
-    keep = options.get("dualkv_keep", "nothing")
-    if keep != "nothing":
-        raise ValueError(
-            f"fused_kernel_options.dualkv_keep is {keep!r}, strategy megatron has settings of its own: set"
-            " actor.megatron.override_transformer_config.recompute_granularity"
-        )
+    for name in ("dualkv_keep", "dualkv_keep_layers"):
+        if (keep := options.get(name)) not in (None, "nothing"):
+            raise ValueError(
+                f"fused_kernel_options.{name} is {keep!r}, strategy megatron has settings of its own: set"
+                " actor.megatron.override_transformer_config.recompute_granularity"
+            )

@@ -186,8 +186,11 @@ def test_kept_attention_and_products_are_not_computed_again() -> None:
     """Two layers of seven products each, of which a recomputation leaves out the last: no backward reads its result."""
     attention, products = torch.ops.dualkv.fwd.default, torch.ops.aten.mm.default
     losses = Losses(LAYOUT, token_ids(LAYOUT), torch.float32)
-    for keep, again in (("nothing", (2, 12)), ("attention", (0, 12)), ("products", (0, 0))):
-        model = recompute_layers(enable(make_model().train()), keep)
+    for keep, layers, again in (
+        ("nothing", None, (2, 12)), ("attention", 1, (1, 12)), ("attention", None, (0, 12)), ("products", 1, (0, 6)),
+        ("products", None, (0, 0)), ("all", None, (0, 0)),
+    ):  # fmt: skip
+        model = recompute_layers(enable(make_model().train()), keep, layers=layers)
         _, loss = losses.packed(model)
         with Count(attention) as attentions, Count(products) as mms:
             loss.backward()
@@ -196,8 +199,8 @@ def test_kept_attention_and_products_are_not_computed_again() -> None:
 
 
 def test_recomputation_is_refused_where_it_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="keep is 'all', expected one of nothing, attention, products"):
-        recompute_layers(make_model(), "all")
+    with pytest.raises(ValueError, match="keep is 'most', expected one of nothing, attention, products, all"):
+        recompute_layers(make_model(), "most")
 
     def liger(*_: Any) -> None: ...
 

@@ -1,4 +1,4 @@
-"""`enable(fast=True)` and what it is made of: fused pieces, and layers left out of checkpointing by memory."""
+"""`enable(fast=True)` and what it is made of: fused pieces, and checkpointed layers that keep results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pickle
 from functools import partial, wraps
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,40 +16,7 @@ pytest.importorskip("transformers")
 from dualkv.integrations import patching
 from dualkv.integrations.transformers import checkpointing, disable, enable, fused, recompute_layers, suspended
 from tests.dispatched import Dispatched
-from tests.integrations.tiny import LAYOUT, make_featured, make_model, token_ids
-
-GIB = 2**30
-
-
-class Memory:
-    """The memory of a pretended GPU: a layer keeps 1 byte a row where it is recomputed, 2 with its products, 3 where it
-    is left out of checkpointing; a step takes 40 more."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.rows, self.start = 0, 100
-        self.now, self.peak = self.start, 0
-        monkeypatch.setattr(checkpointing, "_refuse_memory", lambda *_: None)
-        monkeypatch.setattr(checkpointing, "_allocated", lambda _: self.now)
-        monkeypatch.setattr(checkpointing, "_peak", lambda _: self.peak)
-
-    def watch(self, model: Any) -> None:
-        (self.fit,) = checkpointing._fits(model.get_decoder())
-        for at, layer in enumerate(model.get_decoder().layers):
-            layer.register_forward_hook(partial(self._after, at), prepend=True)
-
-    def _after(self, at: int, layer: Any, args: Any, output: Any) -> None:
-        level = self.fit.levels[at]
-        assert layer.gradient_checkpointing == (level != checkpointing.LEFT_OUT)
-        self.now += self.rows * (1 + level)
-
-    def step(self, model: Any, rows: int, logits: bool = False) -> list[int]:
-        """Run a step. Returns what each layer kept; the peak is that of the last layer's backward."""
-        self.rows, self.now = rows, self.start
-        out = model(input_ids=torch.arange(rows)[None] % 7, use_cache=False).logits
-        self.lent = checkpointing.memory_for_logits(model) if logits else None
-        self.peak = max(self.peak, self.now + 40 * rows)
-        out.sum().backward()
-        return self.fit.levels
+from tests.integrations.tiny import LAYOUT, make_model, token_ids
 
 
 def make_deep(layers: int) -> Any:
@@ -58,143 +24,81 @@ def make_deep(layers: int) -> Any:
     return model.train()
 
 
-def test_as_much_as_the_limit_allows_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_deep(6)
-    memory = Memory(monkeypatch)
-    # 100 at the start, 5 * 1 + 3 + 40 bytes a row with one layer left out: 580 for ten rows. Products add 10 a layer.
-    recompute_layers(model, "attention", memory=(580 + 70) / GIB)
-    memory.watch(model)
-    assert memory.step(model, 10) == [0, 0, 0, 0, 0, 2]
-    assert memory.step(model, 10) == [0, 0, 1, 1, 1, 2]  # products counted as everything: 20
-    assert memory.step(model, 10) == [1, 1, 1, 2, 2, 2]
-    assert memory.peak == 650
-    assert memory.step(model, 11) == [0, 0, 0, 1, 1, 2]  # 100 + 528, and 11 for each layer's products
-    assert memory.step(model, 5) == [2] * 6  # 100 + 384, and 10 for each layer left out
-    assert memory.step(model, 1000) == [0, 0, 0, 0, 0, 2]
+def kept(model: Any) -> list[str]:
+    """Read what each layer of a model or decoder keeps now."""
+
+    def kind(layer: Any) -> str:
+        if not layer.gradient_checkpointing:
+            return "all"
+        contexts = layer._gradient_checkpointing_func.keywords.get("context_fn")
+        return next(name for name, ops in checkpointing.KEEP.items() if ops == (contexts.args[0] if contexts else []))
+
+    return [kind(layer) for layer in (model if hasattr(model, "layers") else model.get_decoder()).layers]
+
+
+@pytest.mark.parametrize(
+    ("keep", "layers", "kinds"),
+    [
+        ("attention", None, ["attention"] * 3),
+        ("attention", 1, ["nothing", "nothing", "attention"]),
+        ("products", 2, ["attention", "products", "products"]),
+        ("products", 3, ["products"] * 3),
+        ("all", 1, ["products", "products", "all"]),
+        ("all", None, ["all"] * 3),
+    ],
+)
+def test_layers_keep_what_they_are_told_also_in_a_trainer(keep: str, layers: int | None, kinds: list[str]) -> None:
+    """The last layers keep more, the others what comes before. A trainer switches checkpointing on anew."""
+    model = recompute_layers(enable(make_deep(3)), keep, layers=layers)
+    assert kept(model) == kinds
+    model.gradient_checkpointing_enable({"use_reentrant": False})
     with torch.no_grad():
-        model(input_ids=torch.zeros(1, 4, dtype=torch.long), use_cache=False)
-    assert memory.step(model, 5) == [0, 0, 0, 0, 0, 2]  # the long batch's peak is all that is known
-    recompute_layers(model, "attention")
-    assert all(layer.gradient_checkpointing for layer in model.get_decoder().layers)
-    assert not checkpointing._fits(model.get_decoder())
+        model(token_ids(LAYOUT), dualkv=LAYOUT)
+    assert kept(model) == ["nothing"] * 3
+    model(token_ids(LAYOUT), dualkv=LAYOUT)
+    assert kept(copy.deepcopy(model)) == kept(model) == kinds
+    model.gradient_checkpointing_disable()
+    model(token_ids(LAYOUT), dualkv=LAYOUT)
+    assert kept(model) == ["all"] * 3
+    recompute_layers(model)
+    model(token_ids(LAYOUT), dualkv=LAYOUT)
+    assert kept(model) == ["nothing"] * 3
 
 
-def test_a_forward_without_a_backward_teaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_deep(3)
-    memory = Memory(monkeypatch)
-    recompute_layers(model, "attention", memory=10**4 / GIB)
-    memory.watch(model)
-    for _ in range(2):
-        memory.rows, memory.now = 10, memory.start
-        model(input_ids=torch.zeros(1, 10, dtype=torch.long), use_cache=False)
-        assert memory.fit.levels == [0, 0, 2]
-    assert [memory.step(model, 10) for _ in range(2)] == [[0, 0, 2], [1, 1, 2]]
-
-
-def test_hooks_of_layers_that_run_again_measure_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some versions of transformers checkpoint a layer's call and not its forward, which runs the hooks again."""
-    model = make_deep(3)
-    memory = Memory(monkeypatch)
-    recompute_layers(model, "attention", memory=10**4 / GIB)
-    memory.watch(model)
-    for layer in model.get_decoder().layers:
-        layer.register_full_backward_hook(lambda layer, *_: (memory.fit._mark(), memory.fit._end(layer, (), None))[0])
-    assert [memory.step(model, 10, logits=True) for _ in range(4)][-1] == [1, 1, 1]
-    assert len(memory.fit.marks) == 3
-
-
-def test_the_head_gets_what_layers_leave_once_their_need_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_deep(4)
-    assert checkpointing.memory_for_logits(model) is None
-    memory = Memory(monkeypatch)
-    recompute_layers(model, "attention", memory=10**4 / GIB)
-    memory.watch(model)
-    lent = []
-    for rows in (10, 10, 10, 11, 11):
-        levels = memory.step(model, rows, logits=True)
-        lent.append(memory.lent)
-    assert lent == [None, None, 10**4 / GIB, None, 10**4 / GIB]
-    assert levels == [1, 1, 1, 1]
-
-
-def test_products_that_are_overwritten_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_deep(3)
-    memory = Memory(monkeypatch)
-    monkeypatch.setattr(checkpointing, "_overwritten_products", lambda _: "Liger's kernel rotates them in place")
-    recompute_layers(model, "attention", memory=(100 + 10 * 45 + 20) / GIB)
-    memory.watch(model)
-    assert [memory.step(model, 10) for _ in range(2)] == [[0, 0, 2], [0, 2, 2]]
-    with pytest.raises(ValueError, match="rotates them in place"):
-        recompute_layers(model, "products")
-
-
-@pytest.mark.parametrize("keep", ["nothing", "attention", "products"])
-def test_gradients_do_not_depend_on_the_limit(monkeypatch: pytest.MonkeyPatch, keep: str) -> None:
-    grads, products, kept, rows = [], [], [], LAYOUT.num_tokens
-    least = 100 + 45 * rows
-    for limit in (None, least, least + 2 * rows, 10**9):
-        model = enable(make_deep(3))
-        memory = Memory(monkeypatch)
-        recompute_layers(model, keep, memory=limit and limit / GIB)
-        if limit:
-            memory.watch(model)
-        for _ in range(3):
-            model.zero_grad()
-            memory.now, memory.rows = memory.start, rows
-            loss = model(input_ids=token_ids(LAYOUT), dualkv=LAYOUT).logits.square().sum()
-            memory.peak = memory.now + 40 * rows
-            with Dispatched() as backward:
-                loss.backward()
-        grads.append([p.grad.clone() for p in model.parameters()])
+@pytest.mark.parametrize(("keep", "layers"), [("attention", 1), ("products", 2), ("all", 1), ("all", None)])
+def test_gradients_do_not_depend_on_what_layers_keep(keep: str, layers: int | None) -> None:
+    grads, products = [], []
+    for given in (("nothing", None), (keep, layers)):
+        model = recompute_layers(enable(make_deep(3)), given[0], layers=given[1])
+        loss = model(input_ids=token_ids(LAYOUT), dualkv=LAYOUT).logits.square().sum()
+        with Dispatched() as backward:
+            loss.backward()
+        grads.append([p.grad for p in model.parameters()])
         products.append(backward.products)
-        kept.append(memory.fit.levels if limit else None)
-    for other in grads[1:]:
-        assert all(map(torch.equal, grads[0], other))
-    assert kept[1:] == [[0, 0, 2], [0, 2, 2] if keep == "products" else [1, 1, 2], [2, 2, 2]]
-    # Six products of seven are computed again: nothing reads the last one's result.
-    assert [products[0] - n for n in products[1:]] == ([0, 0, 0] if keep == "products" else [6, 18, 18])
+    assert all(map(torch.equal, *grads))
+    # Six products of a layer's seven are computed again: nothing reads the last one's result.
+    assert products[0] - products[1] == {"attention": 0, "products": 12, "all": 18}[keep]
 
 
-@pytest.mark.parametrize(("kind", "kept"), [("qwen3", 6), ("gemma2", 7)])
-def test_a_last_product_is_kept_only_where_a_backward_reads_it(
-    monkeypatch: pytest.MonkeyPatch, kind: str, kept: int
-) -> None:
-    """Gemma 2 has a norm behind it."""
-    contexts, saved = checkpointing.kept.contexts, list[bool]()
-
-    def watched(ops: Any, keeps: Any) -> Any:
-        def says(op: Any) -> bool:
-            said: bool = keeps(op)
-            if op in checkpointing._PRODUCTS:
-                saved.append(said)
-            return said
-
-        return contexts(ops, says)
-
-    monkeypatch.setattr(checkpointing.kept, "contexts", watched)
-    model = (make_featured(kind, 5) if kind == "gemma2" else make_model(kind)).train()
-    memory = Memory(monkeypatch)
-    recompute_layers(model, "attention", memory=1.0)
-    memory.watch(model)
-    memory.step(model, 10)
-    saved.clear()
-    monkeypatch.setattr(memory.fit, "_fitting", lambda *_: [checkpointing.PRODUCTS] * 2)
-    memory.step(model, 10)
-    assert saved[:7] == [True] * kept + [False] * (7 - kept)
-
-
-def test_limits_that_mean_nothing_are_refused() -> None:
-    with pytest.raises(TypeError, match="memory is a str, expected a number of GiB"):
-        recompute_layers(make_model(), memory="40")
-    with pytest.raises(ValueError, match="memory is -1, expected a finite number of GiB above 0"):
-        recompute_layers(make_model(), memory=-1)
-    for memory in (float("inf"), float("nan"), np.float32(0)):
-        with pytest.raises(ValueError, match=r"memory is .*, expected a finite number of GiB above 0"):
-            recompute_layers(make_model(), memory=memory)
-    with pytest.raises(TypeError, match="memory is a bool, expected a number of GiB"):
-        recompute_layers(make_model(), memory=True)
-    with pytest.raises(ValueError, match="memory is 40 GiB for a model on cpu, expected a model on a GPU"):
-        recompute_layers(make_model(), memory=40)
+def test_numbers_of_layers_that_mean_nothing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_deep(2)
+    for keep, layers, message in (
+        ("products", 3, "layers is 3, expected 1 to the 2 layers of Qwen3Model"),
+        ("products", 0, "layers is 0, expected 1 or more"),
+        ("nothing", 1, "layers is 1 with keep='nothing', expected one of attention, products, all"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            recompute_layers(model, keep, layers=layers)
+    for layers in (True, 1.5, "2"):
+        with pytest.raises(TypeError, match=f"layers is {layers!r}, expected an integer"):
+            recompute_layers(model, "products", layers=layers)  # type: ignore[arg-type]
+    monkeypatch.setattr(checkpointing, "_overwritten_products", lambda _: "Liger's kernel rotates them in place")
+    with pytest.raises(ValueError, match="rotates them in place"):
+        recompute_layers(model, "all", layers=1)  # the other keeps products
+    monkeypatch.setattr(checkpointing, "checkpointed_layers", lambda _: [])
+    with pytest.raises(ValueError, match="layers is 1 for Qwen3Model, whose layers are not checkpointed one by one"):
+        recompute_layers(model, "attention", layers=1)
+    assert not any(layer.gradient_checkpointing for layer in model.get_decoder().layers)
 
 
 def rotaries(model: Any) -> list[Any]:
@@ -256,29 +160,31 @@ def test_decorators_of_a_forward_stay() -> None:
     assert (forward(1, past_key_values=2), inspect.unwrap(own).__kwdefaults__) == ((1, 2), {"cache": 0})
 
 
-def test_layers_keep_attention_again_until_something_else_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers keep attention also after a trainer's own call of `gradient_checkpointing_enable`. Reentrant checkpointing
-    can keep nothing."""
+def test_fast_keeps_attention_unless_something_else_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers keep attention where a trainer checkpoints them. Reentrant checkpointing can keep nothing."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     model = enable(make_deep(2), fast=True)
     tokens = token_ids(LAYOUT)
 
-    def kept() -> list[bool]:
+    def after_a_call() -> list[str]:
         model(tokens, dualkv=LAYOUT)
-        return ["context_fn" in layer._gradient_checkpointing_func.keywords for layer in model.get_decoder().layers]
+        return kept(model)
 
-    assert kept() == [True] * 2
+    assert after_a_call() == ["all"] * 2
     for reentrant in (False, True):
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         with torch.no_grad():
-            assert kept() == [False] * 2
-        assert kept() == [not reentrant] * 2
-    recompute_layers(model, "nothing")
-    assert kept() == [False] * 2
-    disable(enable(model, fast=True))
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    model(tokens)
-    assert not any("context_fn" in m._gradient_checkpointing_func.keywords for m in model.get_decoder().layers)
+            assert after_a_call() == ["nothing"] * 2
+        assert after_a_call() == ["nothing" if reentrant else "attention"] * 2
+    for keep in ("nothing", "products"):
+        recompute_layers(model, keep)
+        assert after_a_call() == [keep] * 2
+        enable(model, fast=True)
+        assert after_a_call() == [keep] * 2
+    disable(enable(other := make_deep(2), fast=True))
+    other.gradient_checkpointing_enable({"use_reentrant": False})
+    other(tokens)
+    assert kept(other) == ["nothing"] * 2
 
 
 @pytest.fixture
@@ -333,19 +239,14 @@ def state(model: Any) -> dict[str, Any]:
     hooks = {(name, kind): list(getattr(m, kind).items()) for name, m in modules.items()
              for kind in ("_forward_pre_hooks", "_forward_hooks", "_forward_pre_hooks_with_kwargs")}  # fmt: skip
     noted = {(name, key): vars(m)[key] for name, m in modules.items() for key in vars(m) if "checkpointing" in key}
-    (fit,) = checkpointing._fits(model.get_decoder())
-    return hooks | noted | {"name": model.config._attn_implementation, "fit": fit, "measured": copy.copy(vars(fit))}
+    return hooks | noted | {"name": model.config._attn_implementation, "kept": kept(model)}
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_suspended_model_is_itself_and_then_enabled_as_before(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     model = enable(make_deep(3), deterministic=True, fast=True)
-    memory = Memory(monkeypatch)
-    recompute_layers(model, "products", memory=10**4 / GIB)
-    memory.watch(model)
-    for _ in range(3):
-        memory.step(model, 10)
+    recompute_layers(model, "products", layers=2)
     before, fused_before = state(model), {n for n, m in model.named_modules() if "forward" in vars(m)}
     try:
         with suspended(model):
@@ -362,13 +263,10 @@ def test_a_suspended_model_is_itself_and_then_enabled_as_before(monkeypatch: pyt
                 raise KeyError
     except KeyError:
         assert fails
-    after = state(model)
-    after["measured"]["call"] = before["measured"]["call"]  # of the last call, without gradients
-    assert after == before
-    assert before["fit"].learned == 3
+    assert state(model) == before
+    assert before["kept"] == ["attention", "products", "products"]
     assert before["name"] == "dualkv-deterministic|sdpa"
     assert {n for n, m in model.named_modules() if "forward" in vars(m)} == fused_before
-    memory.rows = 0
     model(input_ids=token_ids(LAYOUT), dualkv=LAYOUT).logits.sum().backward()
 
 

@@ -19,7 +19,6 @@ from dualkv.integrations.transformers import (  # noqa: E402
     experts,
     head,
     layers,
-    memory_for_logits,
     recompute_layers,
     suspended,
 )
@@ -149,7 +148,7 @@ def test_deterministic_is_a_bool(given: Any) -> None:
 def test_what_is_no_model_is_named(given: Any) -> None:
     batch = dualkv.pack([[1]], [[[2]]])
     for call in (
-        enable, disable, head, recompute_layers, memory_for_logits, experts.routers,
+        enable, disable, head, recompute_layers, experts.routers,
         lambda model: suspended(model).__enter__(),
         lambda model: experts.replay_routes(model, torch.zeros(1, 2, 1)).__enter__(),
         lambda model: experts.load_balancing_loss(model, [], batch),

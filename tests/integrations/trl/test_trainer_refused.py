@@ -11,9 +11,7 @@ import trl
 from peft import PromptTuningConfig, TaskType
 from transformers import ProcessorMixin
 
-from dualkv.integrations.trl import DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer
-from dualkv.integrations.trl.async_grpo import AsyncGRPOTrainer
-from dualkv.integrations.trl.online_dpo import OnlineDPOTrainer
+from dualkv.integrations.trl import GRPOTrainer
 from tests.integrations.tiny import make_model
 from tests.integrations.trl.runs import SETTINGS, make_trainer, tokenizer
 from tests.integrations.trl.test_trainer import padded_batch
@@ -43,21 +41,6 @@ def test_a_model_is_refused_before_trl_makes_anything(
     with pytest.raises(ValueError, match=r"layers\.0\.self_attn \(MistralAttention\) has head dim 520"):
         GRPOTrainer(model=str(folder / "wide") if given == "path" else wide, reward_funcs=[])
     assert wide.config._attn_implementation == "sdpa"
-
-
-@pytest.mark.parametrize(
-    "cls", [GRPOTrainer, RLOOTrainer, DPOTrainer, RewardTrainer, OnlineDPOTrainer, AsyncGRPOTrainer]
-)
-def test_limits_of_memory_are_refused_before_trl_makes_anything(cls: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    padded = next(c for c in cls.__mro__ if c.__module__.startswith("trl."))
-    monkeypatch.setattr(padded, "__init__", lambda *_, **__: pytest.fail("TRL's constructor ran"))
-    for settings, error, message in (
-        ({"memory": 40}, ValueError, "memory is 40 GiB together with fast=False, expected fast=True"),
-        ({"fast": True, "memory": 0}, ValueError, "memory is 0, expected a finite number of GiB above 0"),
-        ({"fast": True, "memory": "40"}, TypeError, "memory is a str, expected a number of GiB"),
-    ):
-        with pytest.raises(error, match=message):
-            cls(model=make_model("qwen3"), **settings)
 
 
 def test_images_that_are_not_packed_are_refused(folder: Path) -> None:

@@ -74,6 +74,7 @@ ONE: dict[str, dict[str, Any]] = {
     "fsdp1": PACKED | {"strategy": "fsdp", "budget": TIGHT},
     "no-checkpointing": PACKED | {"checkpointing": False},
     "keep-attention": PACKED | {"keep": "attention"},
+    "keep-attention-of-one-layer": PACKED | {"keep": "attention", "keep_layers": 1},
     "keep-products": PACKED | MOE | {"keep": "products"},
     "fast": PACKED | {"fast": True, "keep": "attention", "budget": TIGHT},
     "fast-fsdp1": PACKED | {"fast": True, "strategy": "fsdp", "checkpointing": False},

@@ -170,4 +170,5 @@ def test_mixed_precision(results: Results) -> None:
 def test_checkpointed_layers_can_keep_attention(results: Results) -> None:
     """2 layers in 5 micro-batches: recomputed in the backward, or not."""
     assert results("fixed")[0]["attention_calls"] == 2 * 2 * 5
+    assert results("keep-attention-of-one-layer")[0]["attention_calls"] == 3 * 5
     assert results("keep-attention")[0]["attention_calls"] == 2 * 5

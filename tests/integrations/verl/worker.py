@@ -113,6 +113,7 @@ def make_worker(s: dict[str, Any], models: Path) -> Any:
         override_config={"attn_implementation": s.get("attention", "sdpa")},
         use_fused_kernels=fused is not None,
         fused_kernel_options={"impl_backend": fused, "dualkv_keep": s.get("keep", "nothing")}
+        | ({"dualkv_keep_layers": s["keep_layers"]} if "keep_layers" in s else {})
         | ({"dualkv_trees": s["trees"]} if "trees" in s else {})
         | ({"dualkv_fast": s["fast"]} if "fast" in s else {})
         | ({"dualkv_canary": s["canary"]} if "canary" in s else {})
