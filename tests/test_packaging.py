@@ -170,7 +170,6 @@ NEEDS = "dualkv: the command line needs {0} or newer (not installed: pip install
         ("rich", ["doctor"], NEEDS.format("rich 14", "rich>=14")),
         ("typer", ["doctor"], NEEDS.format("typer 0.20", "typer>=0.20")),
         ("transformers", ["demo"], MODEL),
-        ("matplotlib", ["demo", "--plot", "x.png"], PLOT),
         ("matplotlib", ["bench", "--plot", "x.png"], PLOT),
     ],
 )

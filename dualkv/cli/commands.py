@@ -83,16 +83,6 @@ def demo(
     tokenizer: Annotated[
         str | None, typer.Option(help="Local folder of a Hugging Face tokenizer. Default: bytes.")
     ] = DemoSettings.tokenizer,
-    algorithm: Annotated[str, typer.Option(help="grpo or dapo.")] = DemoSettings.algorithm,
-    clip_low: Annotated[
-        float | None, typer.Option(help="Clip range below 1. Default: the algorithm's.")
-    ] = DemoSettings.clip_low,
-    clip_high: Annotated[
-        float | None, typer.Option(help="Clip range above 1. Default: the algorithm's.")
-    ] = DemoSettings.clip_high,
-    kl_coef: Annotated[
-        float | None, typer.Option(help="Weight of the KL term. Default: the algorithm's.")
-    ] = DemoSettings.kl_coef,
     steps: Annotated[int | None, typer.Option(help="Optimizer updates." + _default("steps"))] = None,
     learning_rate: Annotated[float, typer.Option(help="Of AdamW.")] = DemoSettings.learning_rate,
     groups: Annotated[int, typer.Option(help="Live rollouts: prompts of an update.")] = DemoSettings.groups,
@@ -127,23 +117,17 @@ def demo(
             help="Recompute layers in the backward. Default: on a GPU.",
         ),
     ] = None,
-    fast: Annotated[
-        bool, typer.Option("--fast", help="Packed ways: fuse what surrounds attention; recomputed layers keep it.")
-    ] = DemoSettings.fast,
     check: Annotated[
         bool | None,
         typer.Option("--check/--no-check", help="Compare both ways with a wider dtype. Default: in half precision."),
     ] = DemoSettings.check,
     json_to: JsonOption = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw reward, time and memory.")] = None,
     debug: DebugOption = False,
 ) -> None:
     """GRPO updates of a language model both ways, prompts replicated and packed: same numbers, tokens, time, memory.
     Rollouts of several turns are packed a third way too, as trees."""
     given = {name: value for name, value in locals().items() if name in SETTINGS}
     console = console_of(json_to)
-    if plot is not None:
-        check_plot(plot)
     file = files.load(rollouts, files.group_or_samples) if rollouts is not None else None
     settings = DemoSettings.given(**given)  # from here on with torch
     if deterministic:
@@ -155,9 +139,6 @@ def demo(
     from dualkv.demo import report
 
     console.print(report.render(result))
-    if plot is not None:
-        report.plot(result, plot)
-        console.print(f"plot: {plot}")
     write_json(result.as_dict(), json_to)
     if result.exact is False:
         raise typer.Exit(1)

@@ -1,8 +1,6 @@
-"""The output of `dualkv demo`: a table for people, a picture."""
+"""The table that `dualkv demo` prints."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -17,7 +15,6 @@ GROUPS = (
     ("backward", ("backward",)),
     ("packing + optimizer step", ("packing", "optimizer")),
 )
-COLORS = {"replicated": "#8a8f98", "packed": "#1f6feb", "tree": "#2da44e"}
 
 
 def grouped_seconds(way: WayResult) -> dict[str, float]:
@@ -40,11 +37,8 @@ def _cost(result: DemoResult) -> Table:
     settings, ways = result.settings, list(result.ways.values())
     where = f"CPU, {result.threads} threads" if result.device == "CPU" else result.device
     updates = f"{settings.steps} update{'s' * (settings.steps > 1)}"
-    table = Table(
-        title=f"{settings.algorithm.upper()}, {updates} of {settings.model} "
-        f"({result.parameters / 1e6:.3g} M parameters, {settings.dtype}, {where}{', packed fast' * settings.fast})",
-        title_justify="left",
-    )
+    model = f"{settings.model} ({result.parameters / 1e6:.3g} M parameters, {settings.dtype}, {where})"
+    table = Table(title=f"GRPO, {updates} of {model}", title_justify="left")
     table.add_column("")
     others = list(result.updates)
     savings = ["saving"] if len(others) == 1 else [f"{way} saves" for way in others]
@@ -130,59 +124,3 @@ def _verdict(result: DemoResult) -> Text:
     base = result.ways["replicated"].total_seconds
     speeds = [f"{way} runs at {base / result.ways[way].total_seconds:.2f}x the speed" for way in result.updates]
     return Text.assemble((word, style), f": {result.verdict}; {', '.join(speeds)}")
-
-
-def plot(result: DemoResult, path: str | Path) -> None:
-    """Reward (or loss, for rollouts from a file) per step, time and memory of each way, as a picture.
-
-    Raises:
-        ValueError: a file type that matplotlib does not write.
-        OSError: a file that cannot be written.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 4), layout="constrained")
-    curve, time, memory = figure.subplots(1, 3, width_ratios=(5, 4, 2))
-    live = result.same_samples is not None
-    for (name, way), style, width in zip(result.ways.items(), ("-", "--", ":"), (5, 2, 3), strict=False):
-        values = way.rewards if live else way.losses
-        curve.plot(range(len(values)), values, style, marker="o", color=COLORS[name], linewidth=width, label=name)
-    curve.set_xlabel("optimizer updates")
-    curve.set_ylabel("mean reward" if live else "loss")
-    curve.set_xticks(range(len(values)))
-    curve.legend(frameon=False)
-
-    names = list(result.ways)
-    bottom = [0.0] * len(names)
-    seconds = {name: grouped_seconds(way) for name, way in result.ways.items()}
-    for i, (phase, _) in enumerate(GROUPS):
-        heights = [seconds[name][phase] for name in names]
-        shade = 0.35 + 0.65 * (i + 1) / len(GROUPS)
-        time.bar(names, heights, bottom=bottom, color=[COLORS[n] for n in names], alpha=shade, label=phase)
-        for x, (height, base) in enumerate(zip(heights, bottom, strict=True)):
-            if height > 0.05 * max(way.total_seconds for way in result.ways.values()):
-                time.text(x, base + height / 2, phase, ha="center", va="center", fontsize=8)
-        bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
-    time.set_ylabel("seconds, all updates")
-    seconds_of_all = [way.total_seconds for way in result.ways.values()]
-    speeds = [f"{seconds_of_all[0] / s:.2f}x" for s in seconds_of_all[1:]]
-    time.set_title(f"{', '.join(speeds)} the speed", fontsize=10)
-
-    peaks = [result.ways[name].peak_bytes for name in names]
-    if None not in peaks:
-        gib = [(peak or 0) / 2**30 for peak in peaks]
-        bars = memory.bar(names, gib, color=[COLORS[n] for n in names])
-        memory.bar_label(bars, fmt="%.2f")
-        parts = [f"1/{gib[0] / x:.2f}" for x in gib[1:] if x]
-        memory.set_title(f"{', '.join(parts)} of the memory" if parts else "", fontsize=10)
-    else:
-        memory.text(0.5, 0.5, "not measured", ha="center", transform=memory.transAxes)
-    memory.set_ylabel("peak memory, GiB")
-    for axes in (curve, time, memory):
-        axes.spines[["top", "right"]].set_visible(False)
-    settings = result.settings
-    tokens = " / ".join(f"{result.ways[name].tokens[0]:,} {name}" for name in names)
-    figure.suptitle(
-        f"{settings.algorithm.upper()} on {settings.model}, {settings.dtype}, {result.device}: {tokens} tokens"
-    )
-    figure.savefig(path, dpi=150)

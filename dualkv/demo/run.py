@@ -32,10 +32,12 @@ from dualkv.demo.pictures import check_config, with_pictures
 from dualkv.demo.sampling import sample_responses, sample_turns
 from dualkv.demo.settings import DemoSettings
 from dualkv.demo.update import WAYS, Gradients, PolicyTrainer, longest_sequence, replicated_tokens_of_one_group
+from dualkv.grpo import ALGORITHMS
 from dualkv.integrations.transformers import recompute_layers
 from dualkv.models import in_dtype, load_model
 from dualkv.progress import Track, untracked
 
+GRPO = ALGORITHMS["grpo"]
 # What the two ways may differ by: log-probs and loss absolute, gradients and weights relative, by norms over all.
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 # AdamW's g / |g| turns the sign of a gradient that is all rounding into a full step, so weights differ by more than
@@ -258,6 +260,8 @@ class _Demo:
             read_rollouts(file, self.tokenizer, None)
         self.model = load_model(settings.model, settings.torch_dtype, settings.torch_device, settings.seed)
         self.initial = {name: value.to("cpu", copy=True) for name, value in self.model.state_dict().items()}
+        if settings.gradient_checkpointing:
+            recompute_layers(self.model)
         vocab_size = self.model.get_output_embeddings().weight.shape[0]
         self.given: Rollouts | None = None
         self.prompts: list[torch.Tensor] = []
@@ -340,25 +344,20 @@ class _Demo:
 
     def run_way(self, way: str, trained_on: list[Rollouts]) -> tuple[WayResult, _Trace]:
         """All updates of one way from the initial weights, on `trained_on` or, if empty, on its own samples."""
-        settings, objective, model = self.settings, self.settings.objective, self.model
+        settings, model = self.settings, self.model
         model.load_state_dict(self.initial)
-        if settings.gradient_checkpointing:
-            recompute_layers(model, "attention" if settings.fast and way != "replicated" else "nothing")
-        reference = None
-        if objective.kl_coef:
-            # Before the first update the policy is the reference; a copy is needed only if there is a second one.
-            reference = copy.deepcopy(model) if settings.steps > 1 else model
+        # Before the first update the policy is the reference; a copy is needed only if there is a second one.
+        reference = copy.deepcopy(model) if settings.steps > 1 else model
         first = self.given or (trained_on[0] if trained_on else self.sample(way, 0))
         trainer = PolicyTrainer(
             model,
             way,
-            objective,
+            GRPO,
             settings.budget or replicated_tokens_of_one_group(first),
             settings.learning_rate,
             reference,
             settings.deterministic,
             self.track,
-            settings.fast,
         )
         result, trace = WayResult(), _Trace()
         prepared = None
@@ -406,6 +405,6 @@ class _Demo:
         in_dtype(model, torch.float64 if settings.dtype in TOLERANCE else torch.float32)
         recompute_layers(model)
         # Before the first update the policy is the reference too: the KL term is 0, and so is its gradient.
-        objective = replace(settings.objective, kl_coef=0.0)
+        objective = replace(GRPO, kl_coef=0.0)
         trainer = PolicyTrainer(model, "replicated", objective, longest_sequence(rollouts), settings.learning_rate)
         return trainer.gradients(trainer.prepare(rollouts, only_first=True))

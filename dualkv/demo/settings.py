@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     import torch
-
-    from dualkv.grpo import Algorithm
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -32,8 +30,6 @@ class DemoSettings:
         model: a named configuration (random weights), the name of a package's weights, a local folder or a GGUF file.
         rollouts: JSON-lines file; None: sampled live by the model.
         tokenizer: local folder of a Hugging Face tokenizer; None: the package's, or bytes.
-        algorithm: "grpo" or "dapo".
-        clip_low, clip_high, kl_coef: None: the algorithm's own.
         steps: optimizer updates; live rollouts are sampled anew for each, a file's are used for all.
         learning_rate: of AdamW.
         groups, prompt_len, responses, response_len: of live rollouts: prompts, tokens of each, responses a prompt, most
@@ -47,18 +43,12 @@ class DemoSettings:
         seed: of weights, prompts and samples.
         deterministic: only deterministic algorithms, in PyTorch and in packed attention.
         gradient_checkpointing: layers are recomputed in the backward.
-        fast: what surrounds attention is fused in the packed ways (`enable(fast=True)`), their log-probs are compiled,
-            and layers that are recomputed keep attention.
         check: compare both ways with a wider dtype; None: in half precision only.
     """
 
     model: str = "tiny"
     rollouts: str | None = None
     tokenizer: str | None = None
-    algorithm: str = "grpo"
-    clip_low: float | None = None
-    clip_high: float | None = None
-    kl_coef: float | None = None
     steps: int = 3
     learning_rate: float = 1e-3
     groups: int = 2
@@ -72,7 +62,6 @@ class DemoSettings:
     seed: int = 0
     deterministic: bool = False
     gradient_checkpointing: bool = False
-    fast: bool = False
     check: bool | None = None
 
     @classmethod
@@ -85,33 +74,20 @@ class DemoSettings:
     def __post_init__(self) -> None:
         import torch
 
-        from dualkv.grpo import ALGORITHMS
-
-        if self.algorithm not in ALGORITHMS:
-            raise ValueError(f"algorithm is {self.algorithm!r}, expected one of {', '.join(ALGORITHMS)}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}, expected one of {', '.join(DTYPES)}")
         for name in ("steps", "groups", "prompt_len", "responses", "response_len", "turns", "budget"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, expected 1 or more")
-        for name in ("clip_low", "clip_high", "kl_coef", "learning_rate"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < float("inf"):
-                raise ValueError(f"{name} is {value}, expected 0 or more")
+        if not 0 <= self.learning_rate < float("inf"):
+            raise ValueError(f"learning_rate is {self.learning_rate}, expected 0 or more")
         if self.device is not None:
             kind = self.device.partition(":")[0]
             if kind not in ("cpu", "cuda"):
                 raise ValueError(f"device is {self.device!r}, expected cpu or cuda")
             if kind == "cuda" and not torch.cuda.is_available():
                 raise ValueError(f"device is {self.device!r} and PyTorch sees no CUDA device: see `dualkv doctor`")
-
-    @property
-    def objective(self) -> Algorithm:
-        from dualkv.grpo import ALGORITHMS
-
-        given = {name: getattr(self, name) for name in ("clip_low", "clip_high", "kl_coef")}
-        return replace(ALGORITHMS[self.algorithm], **{k: v for k, v in given.items() if v is not None})
 
     @property
     def torch_device(self) -> torch.device:

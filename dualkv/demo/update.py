@@ -52,10 +52,10 @@ class ModelBatch:
         """Rows that the model computes, padding included."""
         return self.batch.layout.num_tokens
 
-    def logprobs(self, model: PreTrainedModel, fast: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability and entropy of each response token, [m] and [m]; `fast`: compiled."""
+    def logprobs(self, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability and entropy of each response token, [m] and [m]."""
         hidden = model.base_model(**self.inputs, use_cache=False).last_hidden_state.flatten(0, 1)
-        logp, entropy = response_logprobs(hidden, head(model), self.batch, compiled=fast)
+        logp, entropy = response_logprobs(hidden, head(model), self.batch)
         return torch.cat(self.batch.unpack(logp)), torch.cat(self.batch.unpack(entropy))
 
 
@@ -234,7 +234,6 @@ class PolicyTrainer:
         reference: PreTrainedModel | None = None,
         deterministic: bool = False,
         track: Track = untracked,
-        fast: bool = False,
     ) -> None:
         """
         Args:
@@ -246,9 +245,7 @@ class PolicyTrainer:
             reference: the frozen policy of the KL term; needed when the objective has one.
             deterministic: PyTorch and packed attention use deterministic algorithms only.
             track: shows progress.
-            fast: of packed ways, as in :class:`dualkv.demo.settings.DemoSettings`.
         """
-        self._fast = fast and way != "replicated"
         self.model, self.way, self.objective, self.budget = model, way, objective, budget
         self.reference, self.deterministic = reference, deterministic
         for each in (model, reference):
@@ -256,10 +253,10 @@ class PolicyTrainer:
                 disable(each)
                 head(each)  # raises an error for a model whose logits are not known
                 if way != "replicated":
-                    enable(each, deterministic=deterministic, fast=fast)
+                    enable(each, deterministic=deterministic)
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
         self._track = track
-        self._warm = model.device.type == "cpu" and not self._fast  # there `fast` alone makes anything at a first call
+        self._warm = model.device.type == "cpu"  # there a first call makes nothing
         self._watch = Stopwatch(model.device)
         self.seconds = self._watch.seconds
         self.memory = PeakMemory(model.device)
@@ -281,7 +278,7 @@ class PolicyTrainer:
         advantages = group_advantages(rewards, rollouts.group_sizes).repeat_interleave(torch.tensor(lens))
         weights = token_weights(lens, self.objective.mean)
         if not self._warm:
-            with self._determinism():  # torch.compile compiles anew for it
+            with self._determinism():
                 self._warm_up(rollouts)
         with self._measured():
             with self._watch.phase("packing"):
@@ -326,12 +323,9 @@ class PolicyTrainer:
         """A first micro-batch, neither timed nor kept: kernels are then loaded or compiled."""
         batch = WAYS[self.way](rollouts, self.budget, self.model.device)[0]
         self.model.train()
-        batch.logprobs(self.model, self._fast)[0].sum().backward()
+        batch.logprobs(self.model)[0].sum().backward()
         self.model.zero_grad(set_to_none=True)
         self.model.eval()
-        if self._fast:  # what is compiled without gradients is compiled apart
-            for each in filter(None, (self.model, self.reference)):
-                self._logprobs(each, [batch], "warming up")
         self._warm = True
 
     def _loss(
@@ -339,7 +333,7 @@ class PolicyTrainer:
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
         """(loss of a micro-batch, its share of the metrics, its log-probs): the latter two without gradient."""
         at, objective = batch.places, self.objective
-        logp, entropy = batch.logprobs(self.model, self._fast)
+        logp, entropy = batch.logprobs(self.model)
         weights = prepared.weights[at]
         loss, metrics = policy_loss(
             logp,
@@ -357,7 +351,7 @@ class PolicyTrainer:
     @torch.no_grad()
     def _logprobs(self, model: PreTrainedModel, micro_batches: Sequence[ModelBatch], what: str) -> torch.Tensor:
         """[M] log-probs of the response tokens."""
-        return _in_place([(b.places, b.logprobs(model, self._fast)[0]) for b in self._tracked(micro_batches, what)])
+        return _in_place([(b.places, b.logprobs(model)[0]) for b in self._tracked(micro_batches, what)])
 
     def _tracked(self, micro_batches: Sequence[ModelBatch], what: str) -> Iterable[ModelBatch]:
         return self._track(micro_batches, f"{self.way}: {what}", len(micro_batches))

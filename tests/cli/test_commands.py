@@ -22,8 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "smaller_tiny")
 
 
 def test_demo_prints_the_comparison(run: Run, tmp_path: Path) -> None:
-    plot = tmp_path / "demo.png"
-    code, out, err = run(*SMALL, "--plot", str(plot), "--json", str(tmp_path / "demo.json"))
+    code, out, err = run(*SMALL, "--json", str(tmp_path / "demo.json"))
     assert code == 0, err
     for text in (
         "GRPO, 1 update of tiny",
@@ -38,7 +37,6 @@ def test_demo_prints_the_comparison(run: Run, tmp_path: Path) -> None:
         "EXACT TO ROUNDING: largest difference",
     ):
         assert text in out
-    assert plot.read_bytes().startswith(b"\x89PNG")
     found = json.loads((tmp_path / "demo.json").read_text())
     assert found["settings"]["prompt_len"] == 40
     assert found["unit"] == "bytes"
@@ -46,13 +44,11 @@ def test_demo_prints_the_comparison(run: Run, tmp_path: Path) -> None:
 
 
 def test_demo_of_several_turns(run: Run, tmp_path: Path) -> None:
-    plot = tmp_path / "demo.svg"
-    code, out, err = run(*SMALL, "--turns", "2", "--responses", "3", "--plot", str(plot), "--json", str(tmp_path / "x"))
+    code, out, err = run(*SMALL, "--turns", "2", "--responses", "3", "--json", str(tmp_path / "x"))
     assert code == 0, err
     for text in ("tree saves", "reward, tree", "EXACT TO ROUNDING: packed: largest difference", "tree runs at"):
         assert text in " ".join(out.split())
     assert set(json.loads((tmp_path / "x").read_text())["updates"]) == {"packed", "tree"}
-    assert "tree" in plot.read_text()
 
 
 def test_tables_are_wide_where_no_terminal_shows_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,13 +79,10 @@ def test_two_ways_that_differ_exit_non_zero(run: Run, monkeypatch: pytest.Monkey
 def test_rollouts_from_a_file(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     path.write_text('{"prompt": "What is a tuple?", "responses": ["A list.", "Fixed."], "rewards": [0, 1]}\n')
-    code, out, err = run(
-        "demo", "--rollouts", str(path), "--device", "cpu", "--algorithm", "dapo", "--plot", f"{path}.svg"
-    )
+    code, out, err = run("demo", "--rollouts", str(path), "--device", "cpu")
     assert code == 0, err
-    assert "DAPO, 3 updates" in out
+    assert "GRPO, 3 updates" in out
     assert "reward" not in out
-    assert Path(f"{path}.svg").exists()
 
 
 def bad_file(folder: Path, text: str) -> str:
@@ -100,7 +93,6 @@ def bad_file(folder: Path, text: str) -> str:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["demo", "--algorithm", "ppo"], "algorithm is 'ppo', expected one of grpo, dapo"),
         (["demo", "--steps", "0"], "steps is 0, expected 1 or more"),
         (["demo", "--steps", "many"], "--steps"),
         (["demo", "--colour", "red"], "--colour"),
@@ -108,14 +100,14 @@ def bad_file(folder: Path, text: str) -> str:
         (["demo", "--model", "gpt-9"], "model 'gpt-9' is neither a local folder nor a GGUF file nor one of tiny"),
         (["demo", "--rollouts", "/absent/r.jsonl"], "/absent/r.jsonl: No such file or directory"),
         (["demo", "--tokenizer", "/absent/t"], "tokenizer '/absent/t' is no local file or folder"),
-        (["demo", "--plot", "/absent/p.png"], "there is no folder /absent to write it to"),
+        (["bench", "--plot", "/absent/p.png"], "there is no folder /absent to write it to"),
         (["demo", "--json", "/absent/p.json"], "there is no folder /absent to write it to"),
         (["doctor", "--json", "/absent/p.json"], "there is no folder /absent to write it to"),
         (["doctor", "--check", "--model", "qwen3-8b"], "--check is of this machine and --model of a model"),
         (["doctor", "--import", "json"], "--import registers a type for --model"),
         (["precompile", "--models", "qwen3-8b", "--features", "window", "--out", "o"], "'window' without --head-dims"),
         (["precompile", "--head-dims", "64", "--gqa", "4", "--tp", "2", "--out", "o"], "'2' without --models"),
-        (["demo", "--plot", "p.docx"], "a plot is written as .png, .pdf, .svg"),
+        (["bench", "--plot", "p.docx"], "a plot is written as .png, .pdf, .svg"),
         (["demo", "--budget", "50", "--prompt-len", "50", "--response-len", "9"], "budget is 50 tokens, the longest"),
         (["demo", "--prompt-len", "99999999"], "prompt_len is 99999999, expected 1 to "),
         (["demo", "--device", "cuda:99"], "device is 'cuda:99'"),
