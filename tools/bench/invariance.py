@@ -336,13 +336,14 @@ def sampler(
 ) -> None:
     """Compare rows of a response with those of other kernels: 32 heads on 8, head dim 128, bf16.
 
-    `prefill` is the whole sequence at a time, `decode` one query with the keys up to it, of every 16th row.
+    `prefill` is the whole sequence at a time, `decode` one query with the keys up to it, of every 16th row; `uncut` is
+    the prompt with the response as one segment. The second prompt is no whole number of blocks of keys.
     """
     record, results = Record(json, gpu=device != "cpu"), []
-    for scale in (1.0, 4.0):
-        found = of_samplers(prompt_len, response_len, scale, torch.device(device), only.split(","))
-        results.append({"scores_times": scale, **found})
-        record.write({"prompt_len": prompt_len, "response_len": response_len, "results": results})
+    for prompt, scale in itertools.product((prompt_len, prompt_len + 8), (1.0, 4.0)):
+        found = of_samplers(prompt, response_len, scale, torch.device(device), only.split(","))
+        results.append({"prompt_len": prompt, "scores_times": scale, **found})
+        record.write({"response_len": response_len, "results": results})
         print(results[-1], flush=True)
 
 
@@ -358,7 +359,8 @@ def of_samplers(prompt: int, response: int, scale: float, device: torch.device, 
     layout = Layout.from_lengths([prompt], [[response]], device=device)
     own = dualkv.attention(q, k, v, layout, batch_invariant=True)[rows]
     want = torch.stack([exact(q[i], k[: i + 1], v[: i + 1]) for i in rows.tolist()])
-    outs: dict[str, torch.Tensor] = {"dualkv": own}
+    uncut = Layout.from_segments([0, total], [-1], device)
+    outs = {"dualkv": own, "dualkv, uncut": dualkv.attention(q, k, v, uncut, batch_invariant=True)[rows]}
     failed: dict[str, str] = {}
     for name in names:
         call = stock_attention.CALLS[name]
