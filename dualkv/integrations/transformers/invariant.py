@@ -49,9 +49,22 @@ class Calls:
             )
 
 
-def install(model: nn.Module, decoders: Iterable[PreTrainedModel]) -> None:
-    """Make packed calls of a model batch-invariant, to which there are no :func:`objections`."""
-    calls = Calls()
+class EveryCall(Calls):
+    """Calls of an engine whose hooks hand on layouts later, and none to a model that sees images: all count as
+    packed."""
+
+    packed = True
+
+    def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Do nothing."""
+
+
+def install(model: nn.Module, decoders: Iterable[PreTrainedModel], calls: Calls | None = None) -> None:
+    """Make packed calls of a model batch-invariant, to which there are no :func:`objections`.
+
+    calls: by the model's keyword arguments if None.
+    """
+    calls = Calls() if calls is None else calls
     for module in (*decoders, *_seeing(model)):
         patching.of(module).before(calls.note)
     for module in model.modules():

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from codegen.tiles import takes_head_dim
-from dualkv.integrations.transformers import indexers, layers, masks, media, recurrent, rotary, selfcheck
+from dualkv.integrations.transformers import indexers, invariant, layers, masks, media, recurrent, rotary, selfcheck
 from dualkv.integrations.transformers.enabling import enable
 from dualkv.models import CONFIGS
 from dualkv.ops import padding
@@ -139,17 +139,20 @@ def refusals(model: nn.Module) -> list[str]:
     return found
 
 
-def refuse(model: nn.Module, trains: bool = False) -> None:
+def refuse(model: nn.Module, trains: bool = False, batch_invariant: bool = False) -> None:
     """Raises ValueError for a model that `enable` refuses. The model does not change.
 
     Args:
         model: may be on the meta device.
         trains: also if its first call in training is refused.
+        batch_invariant: also if it is not batch-invariant.
     """
-    found = refusals(model)
-    for decoder in layers.decoders(model) if trains and not found else []:
-        verdict = selfcheck.verdict_of(type(decoder), decoder.config, enable, stage="training")
-        found += [] if verdict is None else [verdict]
+    found, decoders = refusals(model), layers.decoders(model)
+    found += invariant.objections(model, decoders) if batch_invariant and not found else []
+    asked: dict[selfcheck.Stage, bool] = {"training": trains, "invariance": batch_invariant}
+    for stage in [stage for stage, runs in asked.items() if runs and not found]:
+        verdicts = [selfcheck.verdict_of(type(x), x.config, enable, stage=stage) for x in decoders]
+        found += [verdict for verdict in verdicts if verdict is not None]
     if found:
         raise ValueError(found[0])
 

@@ -19,7 +19,7 @@ from verl.workers.config import ActorConfig, CriticConfig
 from dualkv.integrations import losses
 from dualkv.integrations.transformers.masks import by_config
 from dualkv.integrations.verl import data as verl_data
-from dualkv.integrations.verl import walked, work
+from dualkv.integrations.verl import equal_bits, walked, work
 from dualkv.integrations.verl.data import PackedRollouts, Rollouts
 from dualkv.integrations.verl.microbatches import plan_on_all_ranks
 
@@ -47,6 +47,7 @@ class PacksBatches:
         self._layers = by_config(model_config.hf_config)
         self._min_shared = _min_shared((model_config.fused_kernel_options or {}).get(TREES, False))
         self._keeping = walked.asked(model_config.fused_kernel_options)
+        self._batch_invariant = equal_bits.asked(model_config.fused_kernel_options)
 
     # ------------------------------------------------------------------ micro-batches
     def _plan(
@@ -64,7 +65,7 @@ class PacksBatches:
         walk: all ranks call it with their rollouts and the budget of tokens, for a plan in which some run in parts.
         """
         reason = verl_data.not_packable(data, images)
-        rollouts = None if reason else verl_data.read(data, self._min_shared, images)
+        rollouts = None if reason else verl_data.read(data, self._min_shared, images, self._batch_invariant)
         dynamic = tu.get_non_tensor_data(data, "use_dynamic_bsz", True)
         max_tokens = data["max_token_len_per_gpu"] * self.row_ranks if dynamic else None
         self._planned = walk(rollouts, max_tokens) if walk is not None and max_tokens is not None else None
@@ -81,6 +82,10 @@ class PacksBatches:
             )
         if parts is None or rollouts is None:
             why = reason or "another data-parallel rank cannot pack its own"
+            if self._batch_invariant:
+                raise ValueError(
+                    f"fused_kernel_options.{equal_bits.BATCH_INVARIANT} is True of a batch that cannot be packed: {why}"
+                )
             warnings.warn(f"dualkv: a batch runs with its prompts replicated, because {why}", stacklevel=3)
             return None
         tokens = data["loss_mask"].sum().to(get_device_id())

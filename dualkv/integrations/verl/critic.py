@@ -13,6 +13,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
 
 from dualkv.integrations.verl.engine import FSDP, DualKVEngine
+from dualkv.integrations.verl.equal_bits import BATCH_INVARIANT
 
 PACKED = "dualkv"  # the option in `model.fused_kernel_options`, which veRL leaves free
 
@@ -29,6 +30,13 @@ class DualKVCritic(DualKVEngine, FSDPEngineWithValueHead):
     """
 
     stock_type = "value_model"
+
+    def _read_options(self, model_config: Any) -> None:
+        super()._read_options(model_config)
+        if self._batch_invariant:
+            raise ValueError(
+                f"critic.model.fused_kernel_options.{BATCH_INVARIANT} is True, expected false: it is of log-probs"
+            )
 
     def __new__(cls, model_config: Any, *args: Any, **kwargs: Any) -> Any:
         if (model_config.fused_kernel_options or {}).get(PACKED, False):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
@@ -14,7 +15,7 @@ from verl.utils import tensordict_utils as tu
 from dualkv.arrays import IntArray, positions, to_device
 from dualkv.data.gain import if_it_pays
 from dualkv.data.media import OF_TOKENS, SequenceMedia, entries, grouped
-from dualkv.data.trees import tree_rows, tree_tokens
+from dualkv.data.trees import begins_of_spans, tree_rows, tree_tokens
 from dualkv.layout import Layout
 from dualkv.prefixes import SharedPrefixes, shared_prefixes
 
@@ -170,13 +171,15 @@ def _seen(data: Any, marks: dict[int, int]) -> tuple[SequenceMedia | None, list[
     return SequenceMedia(entries(found, [len(x) for x in sequences], names=names) or []), sequences
 
 
-def read(data: Any, min_shared: int | None = None, images: Images | str = "") -> Rollouts:
+def read(data: Any, min_shared: int | None = None, images: Images | str = "", fixed_cuts: bool = False) -> Rollouts:
     """The rollouts of a batch for which :func:`not_packable` returned None.
 
     Without `min_shared`, equal prompts are packed once. With `min_shared`, every common beginning of sequences is
     packed once, as a tree; a segment of the tree with fewer tokens than `min_shared` is repeated. Where that saves next
     to nothing (:mod:`dualkv.data.gain`), nothing is shared, and a warning says so, once. Images are shared, as a whole,
-    where their content is equal; `images` is the argument of :func:`not_packable`.
+    where their content is equal; `images` is the argument of :func:`not_packable`. With `fixed_cuts` the segments of a
+    rollout do not depend on the others: it is cut before its response, or with `min_shared` before each run of tokens
+    that count, and nowhere else.
 
     A group is the rollouts with equal prompts and images, whatever their `uid`s are: only equal prompts can be shared.
     Sampling gives the rollouts of one `uid` equal prompts, but an agent may change them. If they differ, a warning
@@ -191,22 +194,48 @@ def read(data: Any, min_shared: int | None = None, images: Images | str = "") ->
         keys = seen.tokens(keys)
     group = grouped([key[:length].tobytes() for key, length in zip(keys, prompt_lens, strict=True)], [])
     rollouts = replace(Rollouts.of_groups(prompt_lens, response_lens, group), marks=marks)
-    if seen is not None:
-        rollouts = replace(rollouts, packed_once=seen.whole(rollouts.packed_once))
     uids = tu.get(data, "uid")
     ask = isinstance(uids, list) and DIFFERING not in _said
     if ask and (text := _differing_prompts(rollouts, uids, tokens, starts)):
         _said.append(DIFFERING)
         logger.warning(text)
+    cuts = None
+    if fixed_cuts:
+        mask = None if min_shared is None else data["loss_mask"]
+        cuts = begins_of_spans(_counted(prompt_lens, response_lens, mask), "roll", seen)
+
+    def in_segments(once: SharedPrefixes) -> SharedPrefixes:
+        if cuts is not None:
+            return once.cut_at(cuts)
+        return once if seen is None else seen.whole(once)
+
     if min_shared is None:
-        return rollouts
-    shared, gain = if_it_pays(shared_prefixes(keys).at_least(min_shared))
+        return replace(rollouts, packed_once=in_segments(rollouts.packed_once))
+
+    def with_copies(shared: SharedPrefixes) -> SharedPrefixes:
+        common = np.minimum(shared.common, _same_temperature(data, rollouts, shared.order))
+        return in_segments(replace(shared, common=np.maximum(common - 1, 0)))
+
+    shared = shared_prefixes(keys)
+    if cuts is None:
+        shared, gain = if_it_pays(shared.at_least(min_shared))
+        once = with_copies(shared)
+    else:  # parts are shared as a whole
+        once, gain = if_it_pays(with_copies(shared).at_least(min_shared))
     if not gain.pays and NOTHING_GAINED not in _said:
         _said.append(NOTHING_GAINED)
         logger.warning("dualkv: %s is set, but %s", NOTHING_GAINED, gain)
-    common = np.maximum(np.minimum(shared.common, _same_temperature(data, rollouts, shared.order)) - 1, 0)
-    once = replace(shared, common=common)
-    return replace(rollouts, packed_once=once if seen is None else seen.whole(once), trees=True)
+    return replace(rollouts, packed_once=once, trees=True)
+
+
+def _counted(prompt_lens: IntArray, response_lens: IntArray, mask: torch.Tensor | None) -> list[npt.NDArray[np.bool_]]:
+    """The tokens of each sequence that count: those of a mask of responses, or without a mask all of a response, and
+    the first token behind a prompt, even if the response is empty."""
+    lens = zip(prompt_lens.tolist(), response_lens.tolist(), strict=True)
+    if mask is None:
+        return [np.arange(p + max(r, 1)) >= p for p, r in lens]
+    rows = [_host(row) != 0 for row in mask.unbind()]
+    return [np.append(np.zeros(p, bool), row[:r]) for row, (p, r) in zip(rows, lens, strict=True)]
 
 
 def _same_temperature(data: Any, rollouts: Rollouts, order: IntArray) -> IntArray:

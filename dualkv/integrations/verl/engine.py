@@ -38,6 +38,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
 from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
 from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe as qwen3_vl_moe
 from verl.utils import tensordict_utils as tu
+from verl.utils import torch_functional as verl_F
 from verl.utils.device import get_device_id, get_device_name
 from verl.utils.metric import Metric
 from verl.workers.engine.base import BaseEngine, EngineRegistry
@@ -50,12 +51,14 @@ from dualkv.canary import Compared, picked
 from dualkv.data.media import SEGMENTS
 from dualkv.data.memory import RowCosts
 from dualkv.integrations import patching, transformers
-from dualkv.integrations.transformers import adapters, fused, heads, layers, media, recurrent, support
+from dualkv.integrations.metrics import RATIO
+from dualkv.integrations.transformers import adapters, fused, heads, invariant, layers, media, recurrent, support
 from dualkv.integrations.transformers.placed import Placed
-from dualkv.integrations.verl import canary, walked
+from dualkv.integrations.verl import canary, equal_bits, walked
 from dualkv.integrations.verl import data as verl_data
 from dualkv.integrations.verl.batches import MODEL_TYPE, PacksBatches, packed_parts, temperatures
 from dualkv.integrations.verl.data import PackedRollouts, Rollouts
+from dualkv.integrations.verl.ratio import Ratio, Weights
 from dualkv.integrations.verl.walked import PartRows, WalksBatches
 from dualkv.layout import Layout
 from dualkv.packed_rows import PackedRows
@@ -125,14 +128,23 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
         self._canary_steps, self._updates = canary.steps(model_config.fused_kernel_options), 0
         self._compared: Compared | None = None
         self._row_costs: dict[bool, RowCosts] = {}  # by whether passes are without gradients
+        self._scored = Weights()  # of old log-probs
+        self._ratio: float | None = None
         self._read_options(model_config)
-        self._checked = _checked(self._of_decoder(model_config.hf_config))
+        self._checked = _checked(self._of_decoder(model_config.hf_config), self._batch_invariant)
         _refuse_fused_head(model_config)
         super().__init__(model_config, *args, **kwargs)
         self.row_ranks = self.model_ranks = self.engine_config.ulysses_sequence_parallel_size
         _refuse_ulysses(model_config, self.row_ranks)
         if self._keeping is not None:
             walked.refuse(model_config, self.engine_config, self._keeping)
+        if self._batch_invariant:
+            equal_bits.refuse(model_config, self.engine_config)
+            # veRL compiles its entropies, in each process other kernels.
+            chunked = self.engine_config.entropy_from_logits_with_chunking
+            self.compute_entropy_from_logits = (
+                verl_F.entropy_from_logits_with_chunking if chunked else verl_F.entropy_from_logits
+            )
 
     @staticmethod
     def _of_decoder(config: Any) -> Any:
@@ -147,8 +159,15 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
                 " that transformers has for token classification"
             )
         restore_attention()
-        transformers.enable(module, deterministic=self.engine_config.full_determinism, check=not self._checked)
+        transformers.enable(
+            module,
+            deterministic=self.engine_config.full_determinism,
+            check=not self._checked,
+            batch_invariant=self._batch_invariant,
+        )
         decoder = module.get_decoder()
+        if self._batch_invariant:
+            invariant.install(module, [decoder], invariant.EveryCall())
         # The hook passes the layout as a keyword argument, because checkpointing replays the keyword arguments of the
         # decoder's layers and no other state of a hook, and because fused heads pass none on to the decoder. It runs
         # before the checks of `enable` (prepend).
@@ -206,8 +225,11 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
         if self.model_config.use_fused_kernels:
             heads.refuse_adapter(module, "use_fused_kernels is True", "set use_fused_kernels=False")
         decoders = layers.decoders(module)
-        for sentence in adapters.objections(module, decoders):
+        unproven = invariant.objections(module, decoders) if self._batch_invariant else ()
+        for sentence in (*adapters.objections(module, decoders), *unproven):
             raise ValueError(sentence)
+        if self._batch_invariant:  # the products of adapters too
+            invariant.install(module, decoders, invariant.EveryCall())
         for decoder in decoders:
             adapters.remember(decoder)
         return module
@@ -251,16 +273,22 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
         with_canary = not forward_only and self._canary_steps is not None and self._updates % self._canary_steps == 0
         self._updates += not forward_only
         self._compared = None
+        ratio = None if forward_only else self._compared_ratio(data, rollouts)
         run = self._run_each if self._planned is None else self._walk
         done: list[tuple[list[int], dict[str, Any]]] = []
         first: dict[str, Any] = {}
         for of_rollouts, output in run(data, rollouts, parts, loss_function, forward_only):
             first = first or output.get("model_output", {})
+            if ratio is not None:
+                ratio.add(of_rollouts, output["model_output"]["log_probs"])
             if not keep_values:
                 output.pop("model_output", None)
             done.append((of_rollouts, output))
         if with_canary and "log_probs" in first:  # by the same weights: no step has been made
             self._compare(data, rollouts, done[0][0], first["log_probs"])
+        if forward_only and self.optimizer is not None and "log_probs" in first:
+            self._scored.note(self.module, self.optimizer)
+        self._ratio = None if ratio is None else ratio.value(self.get_data_parallel_group())
         # The values are in the order of `done`, as with veRL's dynamic batch size; veRL restores the batch's order.
         order = tu.get_tensordict({}, {"use_dynamic_bsz": True})
         indices, outputs = zip(*done, strict=True)
@@ -290,6 +318,11 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
             finally:
                 self._running = None
             yield parts[number], output
+
+    def _compared_ratio(self, data: TensorDict, rollouts: Rollouts) -> Ratio | None:
+        """Prepare to compare an update with its old log-probs, if this engine has computed any with these adapters."""
+        same = self._scored.are(self.module, self.optimizer) if "old_log_probs" in data else None
+        return None if same is None else Ratio(data, rollouts, get_device_id(), differs=not same)
 
     def _compare(self, data: TensorDict, rollouts: Rollouts, some: list[int], log_probs: torch.Tensor) -> None:
         """Run the canary on some rollouts: a micro-batch's, or two of a walk, which run packed without a graph."""
@@ -372,9 +405,15 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
         found = (
             {} if self._keeping is None else {"walked_parts": float(self._walked_parts * (self._planned is not None))}
         )
+        found |= {} if self._ratio is None else {RATIO.removeprefix("dualkv/"): self._ratio}
         return found if self._compared is None else found | {"packed_vs_separate": self._compared.difference}
 
     # ------------------------------------------------------------------ a micro-batch
+    def _get_packed_pad_size(self, packed_length: int) -> int:
+        """Fill up a micro-batch whose norms would sum in another order."""
+        bucket = super()._get_packed_pad_size(packed_length)
+        return max(bucket, invariant.LEAST_ROWS - packed_length) if self._batch_invariant else bucket
+
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
         running = self._running
         if running is None:
@@ -440,13 +479,19 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
         assert running.head is not None
         sequences = micro_batch["input_ids"]
-        computed = len(running.head.rows) * self.ulysses_sequence_parallel_size
-        offsets = to_device(torch.tensor([0, computed]), sequences.device)
-        rows = _as_sequences(micro_batch, sequences.values().new_zeros(computed), offsets)
-        values = super().prepare_model_outputs(output, output_args, rows, logits_processor_func)
-        for name, nested in values.items():
-            values[name] = running.packed.to_sequences(nested.values()[running.head.values], sequences)
-        return values
+
+        def compute(output: Any, arguments: dict[str, Any], count: int) -> dict[str, torch.Tensor]:
+            offsets = to_device(torch.tensor([0, count]), sequences.device)
+            rows = _as_sequences(micro_batch, sequences.values().new_zeros(count), offsets)
+            prepare = super(DualKVEngine, self).prepare_model_outputs
+            found = prepare(output, arguments, rows, logits_processor_func)
+            return {name: nested.values() for name, nested in found.items()}
+
+        if self._batch_invariant:
+            values = equal_bits.by_blocks(compute, output.logits, output_args)
+        else:
+            values = compute(output, output_args, len(running.head.rows) * self.ulysses_sequence_parallel_size)
+        return {name: running.packed.to_sequences(x[running.head.values], sequences) for name, x in values.items()}
 
 
 class OtherEngine(BaseEngine):
@@ -485,8 +530,9 @@ def check_strategy(strategy: str) -> None:
         )
 
 
-def _checked(config: Any) -> bool:
-    """Raises ValueError for a model that cannot be packed. Returns False if only the built model can be checked.
+def _checked(config: Any, batch_invariant: bool) -> bool:
+    """Raises ValueError for a model that cannot be packed, or is not batch-invariant if that is asked for. Returns
+    False if only the built model can be checked.
 
     veRL and Liger patch the classes of models while the engine builds one. This check runs before, on transformers' own
     classes.
@@ -497,7 +543,7 @@ def _checked(config: Any) -> bool:
         # The code may come with the weights, or not run on the meta device; `enable` checks the model that veRL builds.
         return False
     restore_attention()
-    support.refuse(model, trains=True)
+    support.refuse(model, trains=True, batch_invariant=batch_invariant)
     return True
 
 

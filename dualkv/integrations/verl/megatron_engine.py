@@ -39,7 +39,7 @@ from verl.workers.engine.utils import postprocess_batch_func
 from dualkv.data.trees import PackedSequences
 from dualkv.integrations import megatron, patching
 from dualkv.integrations.megatron.configs import counted, refuse
-from dualkv.integrations.verl import canary, routes, walked
+from dualkv.integrations.verl import canary, equal_bits, routes, walked
 from dualkv.integrations.verl.batches import MODEL_TYPE, PacksBatches, packed_parts, temperatures
 from dualkv.integrations.verl.data import PackedRollouts, Rollouts
 from dualkv.sequence_parallel import HeadRows, Shard, padded
@@ -398,6 +398,10 @@ def _refuse(model_config: Any, engine_config: Any) -> None:
         )
     if walked.asked(options) is not None:
         raise ValueError(f"fused_kernel_options.{walked.WALK} is True, expected false on strategy megatron: use fsdp2")
+    if equal_bits.asked(options):
+        raise ValueError(
+            f"fused_kernel_options.{equal_bits.BATCH_INVARIANT} is True, expected false on strategy megatron: use fsdp2"
+        )
     if canary.steps(options) is not None:
         raise ValueError(f"fused_kernel_options.{canary.CANARY} is set, strategy megatron has no canary: unset it")
     for name in ("dualkv_keep", "dualkv_keep_layers"):

@@ -79,9 +79,10 @@ VISION = {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2
           "deepstack_visual_indexes": [0, 1]}  # fmt: skip
 OF_IMAGES = {"image_token_id": IMAGE, "video_token_id": 96, "vision_start_token_id": START, "vision_end_token_id": END}
 # The images of prompts, by the prompt's length: (height, width) in patches.
-IMAGES = {23: [(4, 6)], 30: [(4, 4), (2, 6)], 14: [(6, 4)], 300: [(10, 12), (4, 4)]}
+IMAGES = {23: [(4, 6)], 30: [(4, 4), (2, 6)], 14: [(6, 4)], 300: [(10, 12), (4, 4)], 33: [(4, 4)], 49: [(4, 8)]}
 MODELS = {
     "dense": (Qwen3ForCausalLM, Qwen3Config(**SIZES)),
+    "of_sixteens": (Qwen3ForCausalLM, Qwen3Config(**SIZES | {"vocab_size": 112})),
     "critic": (Qwen3ForTokenClassification, Qwen3Config(**SIZES, num_labels=1)),
     "one_kv_head": (Qwen3ForCausalLM, Qwen3Config(**SIZES | {"num_key_value_heads": 1})),
     "moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZES, **EXPERTS)),
@@ -93,6 +94,12 @@ MODELS = {
         Qwen3VLForConditionalGeneration,
         Qwen3VLConfig(
             text_config=SIZES | {"vocab_size": VOCAB, "rope_parameters": ROPE}, vision_config=VISION, **OF_IMAGES
+        ),
+    ),
+    "images_of_sixteens": (
+        Qwen3VLForConditionalGeneration,
+        Qwen3VLConfig(
+            text_config=SIZES | {"vocab_size": 112, "rope_parameters": ROPE}, vision_config=VISION, **OF_IMAGES
         ),
     ),
     "images_2_5": (
@@ -184,7 +191,8 @@ def make_rollouts(s: dict[str, Any], ranks: int, rank: int) -> TensorDict:
 
     Read from the scenario `s`: `groups`; `interleaved`; `differs`, the rollout and token of a prompt to change;
     `temperature`, one number or "ragged" for one a rollout; `padded` for the way over veRL's padded form; `turns` for
-    rollouts of several turns, which share more than their prompts; `screens` for responses that begin with an image.
+    rollouts of several turns, which share more than their prompts, "of_sixteens" for turns of 16 tokens; `screens` for
+    responses that begin with an image.
     """
     generator = torch.Generator().manual_seed(7)
 
@@ -207,7 +215,8 @@ def make_rollouts(s: dict[str, Any], ranks: int, rank: int) -> TensorDict:
             responses, masks, shown = _screens(responses, uids)
         prompts, responses, of_images, seen = _with_images(prompts, responses, shown)
     if s.get("turns"):
-        prompts, responses, masks = _turns(prompts, responses, uids, draw)
+        sizes = (16, 16, 16) if s["turns"] == "of_sixteens" else (6, 3, 7)
+        prompts, responses, masks = _turns(prompts, responses, uids, draw, *sizes)
     noise = [torch.randn(3, len(r), generator=generator) for r in responses]
     if "differs" in s:  # one token of one prompt
         i, at = s["differs"]
@@ -306,28 +315,36 @@ def _with_images(
 
 
 def _turns(
-    prompts: list[torch.Tensor], responses: list[torch.Tensor], uids: list[str], draw: Callable[[int], torch.Tensor]
+    prompts: list[torch.Tensor],
+    responses: list[torch.Tensor],
+    uids: list[str],
+    draw: Callable[[int], torch.Tensor],
+    of_turn: int,
+    of_answer: int,
+    summarized: int,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     """Prompts, responses, masks: pairs of a group begin with the same turn and the environment's answer to it, of which
     empty responses are only a part. What a rollout trains on, its neighbours may not. Two groups begin their prompts
-    alike, and one's prompt is another's prompt and first turn, as agents that summarize make them.
+    alike, and one's prompt is another's prompt and the first `summarized` tokens behind it, as agents that summarize
+    make them. Some first tokens do not count either, unless turns have 16 tokens.
     """
-    turn, answer = draw(6), draw(3)
+    turn, answer = draw(of_turn), draw(of_answer)
     changed, masks = [], []
     for i, (prompt, response, uid) in enumerate(zip(prompts, responses, uids, strict=True)):
         at = uids.index(uid)
         if (i - at) % 2 == 0:
-            turn, answer = draw(6), draw(3)
-        counts = torch.ones(9 + len(response), dtype=torch.int64)
-        counts[6:9] = 0
-        counts[i % 4] = 0
+            turn, answer = draw(of_turn), draw(of_answer)
+        counts = torch.ones(of_turn + of_answer + len(response), dtype=torch.int64)
+        counts[of_turn : of_turn + of_answer] = 0
+        if of_turn < 16:
+            counts[i % 4] = 0
         whole = torch.cat([turn, answer, response])
         cut = 4 if len(response) == 0 else len(whole)
         changed.append(whole[:cut])
         masks.append(counts[:cut])
         prompts[i] = torch.cat([prompts[0].new_tensor(range(1, 13)), prompt[12:]]) if len(prompt) > 20 else prompt
     last = len(uids) - 1
-    longer = torch.cat([prompts[8], changed[8][:7]])
+    longer = torch.cat([prompts[8], changed[8][:summarized]])
     for i in range(uids.index(uids[last]), len(uids)):
         prompts[i] = longer
     return prompts, changed, masks

@@ -273,6 +273,36 @@ TRACE_ROWS = [
     BENCH | KEPT | {"trace": "trace-grpo-0-n4-x0.02"},
 ]
 
+# Segments of multiples of 16 tokens: on a CPU, activations beyond such a multiple are computed by other code.
+EQUAL: dict[str, Any] = PACKED | {
+    "run": "old_and_new",
+    "model": "of_sixteens",
+    "groups": [(33, [15, 31, 15, 47, 15, 15]), (17, [31, 15, 63]), (49, [15, 15, 31, 15, 47]), (17, [15, 31])],
+    "equal_bits": True,
+    "budgets": [96, 144, 1000],
+    "budget": 112,
+}
+EQUAL_TREES = EQUAL | {"trees": 1, "turns": "of_sixteens", "budgets": [192, 256, 1000], "budget": 208}
+EQUAL_BITS: dict[str, dict[str, Any]] = {
+    "equal": EQUAL,
+    "equal-no-checkpointing": EQUAL | {"checkpointing": False},
+    "equal-keep": EQUAL | {"keep": "attention", "interleaved": True, "pad_to": 64},
+    "equal-fsdp1": EQUAL | {"strategy": "fsdp"},
+    "equal-lora": EQUAL | {"lora": 4},
+    "equal-bf16": EQUAL | {"param_dtype": "bf16"},
+    "equal-images": EQUAL | {"model": "images_of_sixteens"},
+    "equal-trees": EQUAL_TREES,
+    "equal-one-by-one": {name: x for name, x in EQUAL.items() if name != "budget"} | {"rollouts": 1},
+}
+EQUAL_BITS_MORE: dict[str, dict[str, Any]] = {
+    "unequal": EQUAL | {"equal_bits": False},
+    "equal-not-packed": EQUAL | {"run": "prompt_in_loss"},
+}
+EQUAL_BITS_OF_TWO: dict[str, dict[str, Any]] = {
+    "dp2-equal": EQUAL,
+    "dp2-equal-trees": EQUAL_TREES | {"engine": {"reshard_after_forward": False}},
+}
+
 # What must be survived, and what veRL has to compute itself.
 ONE_MORE: dict[str, dict[str, Any]] = {
     "bench": {"run": "bench", "rows": BENCH_ROWS},
@@ -321,6 +351,8 @@ FOUR_MORE: dict[str, dict[str, Any]] = {"exchange-more-than-kv-heads": {"run": "
 # By a name: ranks, and what they run one after another.
 SCENARIOS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "one": (1, ONE | ONE_MORE),
+    "equal-bits": (1, EQUAL_BITS | EQUAL_BITS_MORE),
+    "equal-bits-of-two": (2, EQUAL_BITS_OF_TWO),
     "hybrids": (1, HYBRIDS),
     "two": (2, TWO | TWO_MORE),
     "four": (4, FOUR | FOUR_MORE),

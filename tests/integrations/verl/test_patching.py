@@ -22,11 +22,12 @@ def of_verl(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Stands for a forward that veRL puts into a class."""
 
 
-def test_an_engine_leaves_nothing_in_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_an_engine_leaves_nothing_in_its_model(batch_invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model()
     monkeypatch.setattr(FSDPEngineWithLMHead, "_build_module", lambda _: model)
     engine: Any = object.__new__(DualKVEngine)
-    engine._checked, engine._running = True, None
+    engine._checked, engine._running, engine._batch_invariant = True, None, batch_invariant
     engine.engine_config = SimpleNamespace(full_determinism=False)
     engine.model_config = SimpleNamespace(
         fused_kernel_options=None, use_liger=False, enable_gradient_checkpointing=False, use_fused_kernels=False

@@ -26,6 +26,7 @@ import torch.distributed as dist
 import verl
 from hydra import compose, initialize_config_dir
 from tensordict import TensorDict
+from torch import nn
 from torch.distributed.fsdp import OffloadPolicy
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from transformers.modeling_utils import AttentionInterface
@@ -50,6 +51,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 import dualkv
 from dualkv.data.memory import Memory
 from dualkv.data.planning import MemoryPlan, PlannedBatch
+from dualkv.integrations import patching
 from dualkv.integrations.verl import walked
 from dualkv.integrations.verl.engine import restore_attention
 from dualkv.models import load_model
@@ -117,6 +119,7 @@ def make_worker(s: dict[str, Any], models: Path) -> Any:
         | ({"dualkv_trees": s["trees"]} if "trees" in s else {})
         | ({"dualkv_fast": s["fast"]} if "fast" in s else {})
         | ({"dualkv_canary": s["canary"]} if "canary" in s else {})
+        | ({"dualkv_batch_invariant": s["equal_bits"]} if "equal_bits" in s else {})
         | ({"dualkv_walk": True, "dualkv_walk_on_host": s.get("on_host", False)} if "walk" in s else {})
         | ({"dualkv": s["packed"]} if is_critic else {}),
         lora_rank=s.get("lora", 0),
@@ -273,6 +276,25 @@ def observed(s: dict[str, Any], models: Path) -> dict[str, Any]:
 def scored(s: dict[str, Any], models: Path) -> dict[str, Any]:
     worker = make_worker(s, models)
     return score(worker, rollouts_of(s, worker))
+
+
+def old_and_new(s: dict[str, Any], models: Path) -> dict[str, Any]:
+    """Log-probs by micro-batches of several budgets, then two updates by those of the worker, then one more."""
+    worker = make_worker(s, models)
+    data = rollouts_of(s, worker)
+    if "lora" in s:
+        train(worker, data)  # before, adapters add zeros
+    scores = []
+    for budget in s["budgets"]:
+        some = data.clone()
+        tu.assign_non_tensor(some, use_dynamic_bsz=True, max_token_len_per_gpu=budget)
+        scores.append(score(worker, some))
+    lens = [len(x) for x in data["responses"].unbind()]
+    data["old_log_probs"] = nested([x[:n] for x, n in zip(scores[0]["log_probs"], lens, strict=True)])
+    found = {"metrics": train(worker, data), "metrics_later": train(worker, data)}
+    products = {name: x for name, x in worker.engine.module.named_modules() if isinstance(x, nn.Linear)}
+    fixed = {name for name, x in products.items() if getattr(x, patching.INVARIANT, False)}
+    return {**found, "scores": scores, "products": len(products), "others": sorted(products.keys() - fixed)}
 
 
 def planted(s: dict[str, Any], models: Path) -> dict[str, Any]:
