@@ -113,6 +113,8 @@ class Settings(Common):
     offload: bool
     walk: bool = False
     reshard: bool = True
+    trees: bool = False
+    batch_invariant: bool = False
     fast: bool = False
 
 
@@ -201,7 +203,8 @@ def make_worker(s: Settings, folder: Path) -> Any:
         fused_kernel_options={
             "impl_backend": s.head,
             "dualkv_keep": s.keep,
-            "dualkv_trees": s.trace is not None,
+            "dualkv_trees": s.trees or s.trace is not None,
+            "dualkv_batch_invariant": s.batch_invariant,
             "dualkv_walk": s.walk,
             "dualkv_fast": s.fast,
         },
