@@ -62,7 +62,7 @@ def scores(worker: Any, data: TensorDict, budget: int) -> torch.Tensor:
     lens = [data[name].offsets().diff().tolist() for name in ("prompts", "responses")]
     return torch.stack(
         [
-            torch.cat([row[p - 1 : p - 1 + r] for row, p, r in zip(found[name].unbind(), *lens, strict=True)])
+            torch.cat([row[p - 1 : p - 1 + r] for row, p, r in zip(found[name].unbind(), *lens, strict=True)]).float()
             for name in OUTPUTS
         ]
     )
@@ -113,8 +113,9 @@ def main(
     """Compare, with and without the option, of groups and of trees; the first rank prints and writes."""
     given = {name: value for name, value in locals().items() if name not in ("json_to", "budgets")}
     on_gpu = get_device_name() == "cuda"
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    if on_gpu:  # the device of LOCAL_RANK, for veRL and device meshes too
+        os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo")
     record, done = Record(json_to, on_gpu), list[dict[str, Any]]()
     for trees in (False, True):

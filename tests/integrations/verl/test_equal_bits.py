@@ -14,13 +14,14 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import Qwen3Config, Qwen3MoeConfig
+from verl.utils import torch_functional
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 
 from dualkv.integrations.metrics import RATIO
 from dualkv.integrations.verl import equal_bits
 from dualkv.integrations.verl.balance import rollouts_by_tag
 from dualkv.integrations.verl.ratio import Ratio, Weights
-from tests.integrations.verl.rollouts import nested
+from tests.integrations.verl.rollouts import MODELS, nested
 from tests.integrations.verl.scenarios import EQUAL_BITS, EQUAL_BITS_OF_TWO
 from tests.integrations.verl.test_equivalence import of_all_ranks
 
@@ -133,6 +134,25 @@ def test_weights_are_known_again() -> None:
     assert weights.are(model, optimizer) is False
     model.load_state_dict(before)
     assert weights.are(model, optimizer) is True, "veRL's trainers put weights back"
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_an_engine_compiles_no_entropies_and_fills_up_few_rows(chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"ulysses_sequence_parallel_size": 1, "qat": None, "entropy_from_logits_with_chunking": chunked}
+
+    def make(engine: Any, *_: Any) -> None:
+        engine.engine_config, engine.pad_to_length = SimpleNamespace(**settings), False
+        engine.compute_entropy_from_logits = torch.compile
+
+    monkeypatch.setattr(FSDPEngineWithLMHead, "__init__", make)
+    options = {"dualkv_batch_invariant": True}
+    given = {"hf_config": MODELS["of_sixteens"][1], "use_fused_kernels": False, "use_liger": False}
+    engine: Any = EngineRegistry.new(
+        "dualkv", "fsdp2", model_config=SimpleNamespace(**given, fused_kernel_options=options)
+    )
+    name = "entropy_from_logits_with_chunking" if chunked else "entropy_from_logits"
+    assert engine.compute_entropy_from_logits is getattr(torch_functional, name)
+    assert [engine._get_packed_pad_size(rows) for rows in (1, 31, 32, 100)] == [31, 1, 0, 0]
 
 
 # ---------------------------------------------------------------- what is refused

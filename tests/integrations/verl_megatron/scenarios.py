@@ -111,6 +111,7 @@ MORE: dict[str, dict[str, Any]] = {
     "dynamic-context-parallel": PACKED
     | {"engine": {"dynamic_context_parallel": True, "max_seqlen_per_dp_cp_rank": 64}},
     "keep": PACKED | {"keep": "attention"},
+    "batch-invariant": PACKED | {"equal_bits": True},
     "replay-without-experts": PACKED | {"router_replay": "R2"},
     "replay-without-routes": PACKED | MOE | {"run": "not_routed", "router_replay": "R3", "budget": ROOMY},
 }
