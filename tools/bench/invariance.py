@@ -349,8 +349,8 @@ def sampler(
 
 @torch.no_grad()
 def of_samplers(prompt: int, response: int, scale: float, device: torch.device, names: list[str]) -> dict[str, Any]:
-    """By kernel: shares of rows (of one head) and of elements whose bits are not those of `batch_invariant`, and the
-    rms error of each against fp64, relative to the rms of the output."""
+    """Measure by kernel the shares of rows (of one head) and of elements whose bits are not those of `batch_invariant`,
+    and the rms error against fp64, relative to the rms of the output."""
     torch.manual_seed(0)
     total = prompt + response
     q, k, v = (torch.randn(total, heads, 128, device=device, dtype=torch.bfloat16) for heads in (32, 8, 8))
