@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import types
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 from transformers import AutoConfig
+from trl.trainer.utils import FusedCausalLMOutput
 
 from dualkv.arrays import positive
 from dualkv.branches import Branch
@@ -21,10 +24,12 @@ from dualkv.data.memory import Memory, RowCosts
 from dualkv.data.packing import IGNORED, PackedBatch, pack_padded
 from dualkv.data.parts import TreePart, plan_parts
 from dualkv.data.planning import arrange
-from dualkv.data.trees import PackedSequences, pack_tree, tree_of
+from dualkv.data.trees import PackedSequences, begins_of_spans, pack_tree, tree_of
+from dualkv.integrations import patching
 from dualkv.integrations.patching import Changes
-from dualkv.integrations.transformers import adapters, enable, layers, support
+from dualkv.integrations.transformers import adapters, enable, head, layers, support
 from dualkv.integrations.transformers.experts import load_balancing_loss
+from dualkv.logprobs import response_logprobs
 from dualkv.prefixes import PrefixTree, SharedPrefixes, shared_prefixes
 from dualkv.row_costs import measure_rows, room
 from dualkv.walked_values import KnownLoss, walk_values
@@ -198,11 +203,68 @@ def refuse_walk(trainer: Any, **others: Any) -> None:
         )
 
 
-def enable_all(trainer: Any, fast: bool) -> None:
+def refuse_invariant(trainer: Any) -> None:
+    """Raises ValueError for a trainer whose log-probs cannot be batch-invariant."""
+    expected = "expected one process, or DDP"
+    if (kind := trainer.accelerator.distributed_type) not in ("NO", "MULTI_GPU", "MULTI_CPU"):
+        raise ValueError(f"batch_invariant is True with {kind.value}, whose ranks share weights: {expected}")
+    if getattr(trainer.args, "cast_lm_head_to_fp32", False):  # RLOO has none
+        raise ValueError("batch_invariant is True with cast_lm_head_to_fp32, expected a head of the model's dtype")
+    for name, module in trainer.model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            raise ValueError(
+                f"batch_invariant is True and {name} is a dropout of {module.p}, expected 0 (disable_dropout=True)"
+            )
+
+
+def enable_all(trainer: Any, fast: bool, batch_invariant: bool = False) -> None:
     """Enables the policy, `fast` or not, and the reference model of a trainer that has one."""
-    enable(trainer.model, fast=fast)
+    enable(trainer.model, fast=fast, batch_invariant=batch_invariant)
     if getattr(trainer, "ref_model", None) is not None:
-        enable(trainer.ref_model)
+        enable(trainer.ref_model, batch_invariant=batch_invariant)
+
+
+def fix_head(model: Any, temperature: float) -> None:
+    """Let :func:`call_fixed` call a model with TRL's head; other calls do not change.
+
+    Args:
+        model: enabled with `batch_invariant=True`, without wrappers.
+        temperature: divides the logits.
+
+    Raises:
+        ValueError: a head whose products are not batch-invariant.
+    """
+    if not head(model).batch_invariant:
+        found = type(model.get_output_embeddings()).__name__
+        raise ValueError(
+            f"batch_invariant is True and the head of {type(model).__name__} is a {found}, whose products are not known"
+            " to be so: expected an nn.Linear"
+        )
+    own = model.forward
+
+    @functools.wraps(getattr(own, "__func__", own))  # `generate` reads the signature
+    def forward(self: Any, *args: Any, packed: PackedSequences | None = None, **kwargs: Any) -> Any:
+        if packed is None:
+            return own(*args, **kwargs)
+        hidden = self.base_model(input_ids=packed.input_ids, dualkv=packed.layout, use_cache=False, **packed.media)
+        log_probs, entropy = response_logprobs(hidden.last_hidden_state, head(self), packed, temperature)
+        return FusedCausalLMOutput(log_probs=log_probs[None], entropy=entropy[None])
+
+    patching.of(model, "trainer").replace("forward", types.MethodType(forward, model))
+
+
+def call_fixed(model: Callable[..., Any], batch: PackedSequences) -> tuple[Any, torch.Tensor]:
+    """Log-probs and entropies whose bits do not depend on what a batch of :func:`pack_fixed` holds.
+
+    :func:`dualkv.response_logprobs` makes them, because TRL's head multiplies as many rows as there are.
+
+    Returns:
+        An output with `log_probs` and `entropy` [1, M], and [K] the place of each token of the responses among the M,
+        end to end.
+    """
+    outputs = model(packed=batch)
+    places = torch.arange(outputs.log_probs.shape[1], device=batch.device)
+    return outputs, torch.cat(batch.unpack(places))
 
 
 def without_adapters(model: Any) -> Any:
@@ -240,6 +302,30 @@ def pack_rollouts(
         return batch
     of_responses = [np.arange(len(p) + len(r)) >= len(p) for p, r in zip(prompts, responses, strict=True)]
     return pack_tree(tree, sequences, np.concatenate(of_responses), "roll", prompt_ids.device, seen=media)
+
+
+def pack_fixed(
+    prompt_ids: torch.Tensor,
+    prompt_mask: torch.Tensor,
+    response_ids: torch.Tensor,
+    response_mask: torch.Tensor,
+    media: SequenceMedia | None = None,
+) -> PackedSequences:
+    """A micro-batch whose rollouts are cut where their responses begin, and nowhere else, whatever it holds: prompts
+    are shared, and equal rollouts. Arguments are those of :func:`pack_rollouts`.
+
+    Raises:
+        ValueError: an empty prompt.
+    """
+    prompts, responses = tokens_of_rows(prompt_ids, prompt_mask), tokens_of_rows(response_ids, response_mask)
+    for i, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise ValueError(f"prompt_mask[{i}] is 0 everywhere, expected a prompt of at least one token")
+    sequences = joined(prompts, responses)
+    masks = [np.arange(len(p) + len(r)) >= len(p) for p, r in zip(prompts, responses, strict=True)]
+    cuts = begins_of_spans(masks, "gather", media)
+    tree = tree_of(shared_by(sequences, media), 1, "gather", media, cuts)
+    return pack_tree(tree, sequences, np.concatenate(masks), "gather", prompt_ids.device, seen=media)
 
 
 def tokens_of_rows(ids: torch.Tensor, mask: torch.Tensor) -> list[npt.NDArray[Any]]:

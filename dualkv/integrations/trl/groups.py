@@ -9,8 +9,10 @@ prompt are put together again.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,14 +20,14 @@ import trl
 from trl.extras.profiling import profiling_decorator
 from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 
-from dualkv.arrays import positive
+from dualkv.arrays import check_bool, positive
 from dualkv.canary import packed_vs_separate
 from dualkv.data.media import OF_TOKENS, SequenceMedia, entries, grouped, within
 from dualkv.data.memory import Memory
 from dualkv.data.packing import PackedBatch
 from dualkv.data.trees import PackedSequences
 from dualkv.integrations import losses
-from dualkv.integrations.metrics import count_rows
+from dualkv.integrations.metrics import RATIO, count_rows, furthest_ratio, log_ratios
 from dualkv.integrations.patching import Changes
 from dualkv.integrations.transformers import media, suspended
 from dualkv.integrations.trl import probe
@@ -34,17 +36,22 @@ from dualkv.integrations.trl.common import (
     Walks,
     at_tokens,
     call,
+    call_fixed,
     checked_walk,
     enable_all,
+    fix_head,
     joined,
+    pack_fixed,
     pack_rollouts,
     prefix_tree,
+    refuse_invariant,
     refuse_model,
     refuse_trainer,
     refuse_walk,
     rows_of_tokens,
     tokens_of_rows,
     walk_head,
+    without_adapters,
 )
 from dualkv.walked_values import autocast_of
 
@@ -57,7 +64,8 @@ OF_IMAGES = {"pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_m
 
 LOG_PROBS = "_get_per_token_logps_and_entropies"
 AT = "dualkv_at"  # in a micro-batch: the places of its rollouts in TRL's shuffle
-REPLACED = f"{LOG_PROBS} _compute_loss _prepare_inputs _generate_single_turn"
+OLD = "old_per_token_logps"  # in a micro-batch: [B, R]
+REPLACED = f"{LOG_PROBS} _compute_loss _prepare_inputs _generate_and_score_completions _generate_single_turn"
 READ = "_buffered_inputs _step _metrics _is_vlm use_transformers_continuous_batching accelerator"
 
 
@@ -90,7 +98,13 @@ class PackedGroups(Base):
     explain is a warning, and the metric "dualkv/packed_vs_separate" has it in nats. Models with images have no canary.
 
     More metrics, one value for each micro-batch: "dualkv/tokens_packed" and "dualkv/tokens_padded" are rows of the
-    model, packed and as TRL pads them; "dualkv/dedup_ratio" is tokens_padded divided by tokens_packed.
+    model, packed and as TRL pads them; "dualkv/dedup_ratio" is tokens_padded divided by tokens_packed. Where TRL
+    computed old log-probs by the weights of the update, "dualkv/ratio_at_equal_weights" is the ratio exp(new - old)
+    that is furthest from 1, of tokens that count, on all ranks since the last log.
+
+    With `batch_invariant`, log-probs do not depend on the micro-batch: that ratio is exactly 1, and the KL to a
+    reference of equal weights is exactly 0. Then prompts alone are shared, and equal rollouts, and
+    :func:`dualkv.response_logprobs` takes the place of TRL's head.
 
     Args:
         model, args, kwargs: TRL's.
@@ -104,17 +118,21 @@ class PackedGroups(Base):
             and a log entry says which and why; or True: the GPU's memory is measured in the first micro-batch.
             None: in one pass. One process. Bytes leave out what a vision tower takes. Gradients are added while the
             loss is computed, so each loss needs one backward (:class:`dualkv.KnownLoss`).
+        batch_invariant: as for :func:`dualkv.integrations.transformers.enable`, for policy and reference; in one
+            process, or with DDP.
 
     Raises:
         ValueError: by the constructor for a model that :func:`dualkv.integrations.transformers.enable` refuses, a
             vision-language model whose images do not run packed, PEFT adapters that `enable` refuses,
             `neftune_noise_alpha`, a `canary` below 1, or a `walk` below 1, with `fast`, `canary`, the load balancing
-            loss or other ranks; in training for `walk=True` off a GPU, inputs other than text and images, and images
-            that do not fit their placeholders.
-        TypeError: a `walk` of another type.
+            loss or other ranks; `batch_invariant` with `fast`, `canary`, `walk`, `cast_lm_head_to_fp32`, dropout, or
+            ranks that share weights; in training for `walk=True` off a GPU, inputs other than text and images, and
+            images that do not fit their placeholders.
+        TypeError: a `walk` of another type, `batch_invariant` that is not a bool.
     """
 
     _buffered_inputs: Any  # micro-batches of a generation batch, or None
+    _weights_of_old = -1  # the step in which their old log-probs were computed
 
     def __init__(
         self,
@@ -123,8 +141,15 @@ class PackedGroups(Base):
         fast: bool = False,
         canary: int | None = None,
         walk: bool | int | Memory | None = None,
+        batch_invariant: bool = False,
         **kwargs: Any,
     ) -> None:
+        check_bool("batch_invariant", batch_invariant)
+        others = {"fast": fast, "canary": canary, "walk": walk}
+        if batch_invariant and any(others.values()):
+            said = " and ".join(f"{name} {value}" for name, value in others.items() if value)
+            raise ValueError(f"batch_invariant is True together with {said}, expected it without fast, canary and walk")
+        self._invariant = False
         self._canary = None if canary is None else positive("canary", canary)
         walk = checked_walk(walk)
         self._walks: Walks | None = None
@@ -143,7 +168,14 @@ class PackedGroups(Base):
         refuse_trainer(self)
         if walk is not None:
             refuse_walk(self, fast=fast, canary=canary)
-        enable_all(self, fast)
+        if batch_invariant:
+            refuse_invariant(self)
+        enable_all(self, fast, batch_invariant)
+        if batch_invariant:
+            for one in (self.model, getattr(self, "ref_model", None)):
+                if one is not None:
+                    fix_head(without_adapters(self.accelerator.unwrap_model(one)), self.temperature)
+        self._invariant = batch_invariant
         self._walks = None if walk is None else Walks(self, walk)
         ids = (getattr(self.model.config, name, None) for name in ("image_token_id", "video_token_id"))
         # Gemma's marks make rows see each other, so those of the processor alone serve.
@@ -192,8 +224,8 @@ class PackedGroups(Base):
         at = ids.shape[1] - response_width
         response_mask = mask[:, at:]
         found = _seen(images, ids, mask, self._marks) if images else None
-        batch = pack_rollouts(ids[:, :at], mask[:, :at], ids[:, at:], response_mask, found)
-        rows = rows_of_tokens(batch)
+        parts = ids[:, :at], mask[:, :at], ids[:, at:], response_mask, found
+        batch = pack_fixed(*parts) if self._invariant else pack_rollouts(*parts)
         count_rows(self, batch, ids)
         if self._walks is not None and response_mask.any():
             with self.accelerator.autocast():
@@ -201,8 +233,12 @@ class PackedGroups(Base):
                 walked = walk_head(model, batch, self._walks, names, response_mask, media=found)
             return walked["log_probs"], walked.get("entropy"), None
         with self.accelerator.autocast():
-            outputs, aux_loss = call(model, self.accelerator.unwrap_model(model), batch, with_aux_loss)
-            self._compare(model, batch, outputs.log_probs)
+            if self._invariant:
+                outputs, rows, aux_loss = *call_fixed(model, cast(PackedSequences, batch)), None
+            else:
+                outputs, aux_loss = call(model, self.accelerator.unwrap_model(model), batch, with_aux_loss)
+                rows = rows_of_tokens(batch)
+                self._compare(model, batch, outputs.log_probs)
         # A reference model's head makes no entropies.
         return (
             at_tokens(outputs.log_probs, rows, response_mask),
@@ -227,6 +263,7 @@ class PackedGroups(Base):
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         if self._buffered_inputs is not before:
+            self._weights_of_old = self.state.global_step
             steps, size = self.args.steps_per_generation, len(self._buffered_inputs[0]["prompt_ids"])
             if steps > 1 and self.args.gradient_accumulation_steps % steps == 0:
                 images = OF_IMAGES | {*OF_TOKENS}
@@ -238,14 +275,16 @@ class PackedGroups(Base):
             inputs = self._buffered_inputs[self._step % steps]
         return inputs
 
-    def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
-        """The loss of a micro-batch. With the last one of a generation batch come the metrics of TRL's micro-batches:
-        their means weigh all micro-batches alike, and TRL's shuffle puts other rollouts into each."""
-        if self._walks is not None and torch.is_grad_enabled() and self.accelerator.distributed_type == "NO":
-            self._walks.loss_of = partial(self._loss_of, inputs, autocast_of(self.accelerator.device))
-        if AT not in inputs:
-            loss: torch.Tensor = super()._compute_loss(model, inputs)
-            return loss
+    def _generate_and_score_completions(self, inputs: Any) -> Batch:
+        with self._kept() as found:
+            batch: Batch = super()._generate_and_score_completions(inputs)
+        if "old_logps" in batch:  # RLOO's sums of the log-probs that TRL computes first
+            batch[OLD] = found[0][0]
+        return batch
+
+    @contextmanager
+    def _kept(self) -> Iterator[list[tuple[torch.Tensor, ...]]]:
+        """Keep what the calls for log-probs return."""
         own, found = getattr(self, LOG_PROBS), []
 
         def keep(*args: Any, **kwargs: Any) -> Any:
@@ -254,8 +293,21 @@ class PackedGroups(Base):
 
         with Changes(self) as changes:
             changes.replace(LOG_PROBS, keep)
-            loss = super()._compute_loss(model, inputs)
+            yield found
+
+    def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
+        """The loss of a micro-batch. With the last one of a generation batch come the metrics of TRL's micro-batches:
+        their means weigh all micro-batches alike, and TRL's shuffle puts other rollouts into each."""
+        if self._walks is not None and torch.is_grad_enabled() and self.accelerator.distributed_type == "NO":
+            self._walks.loss_of = partial(self._loss_of, inputs, autocast_of(self.accelerator.device))
+        if self._invariant and "old_logps" in inputs:  # sums of other numbers of rollouts may have other bits
+            inputs = {**inputs, "old_logps": (inputs[OLD] * inputs["completion_mask"]).sum(1)}
+        with self._kept() as found:
+            loss: torch.Tensor = super()._compute_loss(model, inputs)
         logps, entropies, _ = found[-1]
+        self._compare_with_old(inputs, logps)
+        if AT not in inputs:
+            return loss
         self._seen.append((inputs[AT], logps.detach(), entropies.detach()))
         if len(self._seen) == len(self._shuffled):
             at, *values = (torch.cat(parts) for parts in zip(*self._seen, strict=True))
@@ -264,6 +316,15 @@ class PackedGroups(Base):
             split = [of_all[order].split(len(inputs[AT])) for of_all in values]
             self._count_as_trl(model, list(zip(*split, strict=True)))
         return loss
+
+    def _compare_with_old(self, inputs: Batch, logps: torch.Tensor) -> None:
+        """Note the ratio that is furthest from 1, where old log-probs are those of the weights that the model has."""
+        if OLD not in inputs or not self.model.training or self.state.global_step != self._weights_of_old:
+            return
+        counted = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        found = self.accelerator.gather(log_ratios(logps, inputs[OLD], counted))
+        values = self._metrics["train"][RATIO]  # one, because TRL logs the mean
+        values[:] = [furthest_ratio(found, values)]
 
     def _loss_of(self, inputs: Batch, autocast: dict[str, Any], values: dict[str, torch.Tensor]) -> torch.Tensor:
         """Compute TRL's loss of a micro-batch whose log-probs and entropies are given, and leave the trainer as it

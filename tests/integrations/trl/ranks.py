@@ -13,6 +13,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
 from dualkv.integrations.trl import DPOTrainer, GRPOTrainer, RewardTrainer
 from tests.integrations.trl.runs import Padded, train
 from tests.integrations.trl.test_answers import dpo, rewards, scorer, trained
+from tests.integrations.trl.test_invariant import SETTINGS, OfGRPO, invariant
 
 
 def main(number: int, to: str) -> None:
@@ -27,3 +28,8 @@ def main(number: int, to: str) -> None:
                 make(cls, folder / rank, ddp_backend="gloo", gradient_accumulation_steps=1)
             )
     torch.save(runs, folder / f"{rank}.pt")
+
+
+def equal_bits(number: int, to: str) -> None:
+    run = train(invariant(OfGRPO), Path(to) / str(number), ddp_backend="gloo", **SETTINGS | {"beta": 0.04})
+    torch.save(run, Path(to) / f"{number}.pt")
