@@ -7,7 +7,17 @@ import sys
 
 import pytest
 
+from codegen.spec import backward_specs, forward_spec
+
 pytest.importorskip("trl")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels(compile_all):
+    """The processes take what is compiled here."""
+    compile_all(
+        [*(forward_spec("bf16", 128, 4, trees) for trees in (False, True)), *backward_specs("bf16", 128).present]
+    )
 
 
 @pytest.mark.parametrize("arguments", [[], ["--ranks", "2"]], ids=["one process", "two ranks"])

@@ -76,7 +76,7 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 def trained(folder: Path, batch_invariant: bool) -> list[dict[str, float]]:
     """The logs of each step."""
     torch.manual_seed(0)
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1, "tie_word_embeddings": True}
     config = Qwen3Config(**(SIZES if GPU else SMALL), **heads, initializer_range=0.05, eos_token_id=WORDS + 1)
     Qwen3ForCausalLM(config).save_pretrained(folder / "model")
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(WORDS)} | {"<pad>": WORDS, "<eos>": WORDS + 1}))
