@@ -203,8 +203,11 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
             return args, kwargs
         named = dict(zip(layers.arguments(type(module)), args, strict=False)) | kwargs
         if running.branch is not None:
-            running.layout = media.place(module, named, running.branch) or running.branch
-            return (), {**named, "dualkv": running.layout}
+            placed = media.place(module, named, running.branch)
+            if placed is None:  # no rank has images: veRL's forward runs the tower on zeros, for gradients of zero
+                return args, kwargs
+            running.layout = placed
+            return (), {**named, "dualkv": placed}
         assert running.whole is not None
         media.ask(module, named, running.whole, running.unsplit)
         if running.unsplit is not None:

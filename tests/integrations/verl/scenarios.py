@@ -138,6 +138,8 @@ ONE: dict[str, dict[str, Any]] = {
     "walk-critic": WALK | CRITIC,
     "walk-trees": TREES | WALK | {"temperature": "ragged", "on_host": True},
     "stock-walk-images": STOCK | WALK_ON_ONE_RANK | IMAGES,
+    "stock-long-prompts-images": STOCK | LONG_PROMPTS | IMAGES,
+    "walk-images": WALK | IMAGES,  # in the second update there are none
     "walk-screens": PACKED | SCREENS | {"trees": 1, "walk": "large", "budget": LONG},
     "stock-hybrid": PADDED | HYBRID,
     "hybrid": PACKED | HYBRID | {"budget": TIGHT},
@@ -176,6 +178,10 @@ HYBRIDS |= {
     "images-3.5-none": PACKED | HYBRID_IMAGES | WITHOUT | {"budget": TIGHT},
     "stock-images-3.5-none": PADDED | HYBRID_IMAGES | WITHOUT,
     "stock-screens-3.5": PADDED | HYBRID_IMAGES | {"screens": True},
+    "walk-screens-3.5": PACKED | HYBRID_IMAGES | {"screens": True, "trees": 1, "walk": "large", "budget": LONG},
+    "stock-long-prompts-images-3.5": PADDED | HYBRID_IMAGES | LONG_PROMPTS,
+    "walk-images-3.5": WALK | HYBRID_IMAGES,
+    "stock-walk-images-3.5": PADDED | HYBRID_IMAGES | WALK_ON_ONE_RANK,
 }
 
 # Hybrid models over two and four ranks of Ulysses; the other families and the other ways are slow.
@@ -184,6 +190,7 @@ OVER_TWO: dict[str, dict[str, Any]] = {
     "sp2-hybrid-fused": PACKED | HYBRID | {"sp": 2, "fused": "torch", "keep": "attention", "pad_to": 33},
     "sp2-hybrid-trees": TREES | HYBRID | {"sp": 2},
     "sp2-screens-3.5-trees": PACKED | HYBRID_IMAGES | {"screens": True, "trees": 1, "sp": 2},
+    "dp2-walk-images-3.5": WALK | WALK_ON_ONE_RANK | HYBRID_IMAGES,
 }
 for _name in ("images-3.5", "images-3.5-none"):
     OVER_TWO[f"sp2-{_name}"] = HYBRIDS[_name] | {"sp": 2, "budget": TIGHT // 2}
