@@ -133,9 +133,10 @@ def test_log_probs_before_and_in_an_update(model):
 def test_few_rows(model, rows):
     """Norms sum over columns with as many threads as rows leave."""
     enable(model, batch_invariant=True)
-    [prompt] = ids(3000)
-    few, many = (dualkv.pack([prompt[:n]], [[prompt[:2]]], device="cuda") for n in (rows - 2, 3000))
-    got, want = (model.model(x.input_ids, dualkv=x.layout)[0][0, : rows - 2] for x in (few, many))
+    prompt, response, *others = ids(rows - 2, 2, 3000, 5)
+    alone = dualkv.pack([prompt], [[response]], device="cuda")
+    beside = dualkv.pack([prompt, others[0]], [[response], [others[1]]], device="cuda")
+    got, want = (model.model(x.input_ids, dualkv=x.layout)[0][0, :rows] for x in (alone, beside))
     assert torch.equal(got, want)
 
 
@@ -150,7 +151,7 @@ def test_too_few_rows(model):
 @torch.no_grad()
 def test_images():
     torch.manual_seed(0)
-    prompts, responses, media = rollouts("Qwen3VL", ((1, 4, 8),), ((1, 12, 34), (1, 40, 12)), ((1, 64, 80),))
+    prompts, responses, media = rollouts("Qwen3VL", ((1, 16, 32),), ((1, 12, 34), (1, 40, 12)), ((1, 64, 80),))
     ids = {"image_token_id": 88, "video_token_id": 89, "vision_start_token_id": 90, "vision_end_token_id": 91}
     text = WIDTHS | {"head_dim": 128, "vocab_size": 96, "rope_parameters": {
         "rope_type": "default", "rope_theta": 1e4, "mrope_section": [24, 20, 20]}}  # fmt: skip

@@ -1,7 +1,7 @@
 """Bits of veRL's log-probs in micro-batches of several budgets, and the ratio of an update at equal weights:
 
     torchrun --nproc-per-node 1 -m tools.bench.verl_bits --json one.json
-    torchrun --nproc-per-node 2 -m tools.bench.verl_bits --json two.json
+    torchrun --nproc-per-node 2 -m tools.bench.verl_bits --model qwen3-0.6b --json two.json  # gloo is slow
 
 Ranks talk by gloo, so that several may share a GPU. Rollouts of random lengths, in trees with two turns, run with
 `dualkv_batch_invariant` and without it, on a model with random weights.
