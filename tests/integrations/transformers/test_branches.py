@@ -10,6 +10,7 @@ import transformers
 import dualkv
 from dualkv.branches import Branch
 from dualkv.integrations.transformers import enable, recompute_layers
+from tests.integrations import doubled
 from tests.integrations.tiny import assert_close, gradients, make_model
 from tests.integrations.transformers import test_recurrent
 from tests.integrations.transformers.test_enabling import double_throughout
@@ -138,7 +139,7 @@ def test_a_layer_that_runs_twice():
 
 
 def test_a_recurrent_layer_that_runs_twice():
-    with test_recurrent.double_throughout():
+    with doubled.double_throughout():
         model = test_recurrent.make("qwen3_5_text", torch.float64)
         layers = [i for i, layer in enumerate(model.model.layers) if hasattr(layer, "linear_attn")]
         model.model.layers[layers[1]] = model.model.layers[layers[0]]
@@ -183,7 +184,7 @@ def test_recurrent_layers_in_fp64(family):
     """States and last inputs of convolutions come from the path, also where it is cut within a segment."""
     batch = packed()
     weights = weights_of(batch, torch.float64)
-    with test_recurrent.double_throughout():
+    with doubled.double_throughout():
         model = enable(test_recurrent.make(family, torch.float64))
         wanted = whole(model, batch, weights)
         expected = {name: gradient.clone() for name, gradient in gradients(model).items()}
@@ -205,7 +206,7 @@ def test_long_recurrent_layers_with_gradient_checkpointing(family):
     sequences += [[*sequences[1][:100], 91], [*sequences[1][:100], 92, 93], [*trunk, *numbers[320:]], [*trunk, 94]]
     batch = dualkv.pack_sequences(sequences)
     weights = weights_of(batch, torch.float64)
-    with test_recurrent.double_throughout():
+    with doubled.double_throughout():
         model = enable(test_recurrent.make(family, torch.float64))
         wanted = whole(model, batch, weights)
         expected = {name: gradient.clone() for name, gradient in gradients(model).items()}
@@ -221,7 +222,7 @@ def test_states_of_the_path_matter(monkeypatch):
     """The results differ without the states of the path: what the tests above compare depends on them."""
     batch = packed()
     weights = weights_of(batch, torch.float64)
-    with test_recurrent.double_throughout():
+    with doubled.double_throughout():
         model = enable(test_recurrent.make("qwen3_5_text", torch.float64))
         wanted = whole(model, batch, weights)
         keep = Branch.keep

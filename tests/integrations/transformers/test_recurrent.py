@@ -9,8 +9,7 @@ import pickle
 import types
 import warnings
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,7 @@ from dualkv.integrations.transformers import (  # noqa: E402
     selfcheck,
 )
 from dualkv.integrations.transformers.recurrent import earlier, seams  # noqa: E402
+from tests.integrations.doubled import double_throughout  # noqa: E402
 from tests.integrations.tiny import TREE, Losses, assert_close, gradients, hooks, paths, token_ids  # noqa: E402
 
 SMALL = {
@@ -114,16 +114,6 @@ SEGMENTS = [(70, -1), (1, 0), (9, 0), (0, 0), (2, 0), (65, 0),
             (1, -1), (3, 6), (30, 6), (1, 6),
             (5, -1), (2, 10), (1, 11), (66, 11), (1, 13), (3, 13), (0, 10), (4, 16), (1, 16)]  # fmt: skip
 FOREST = dualkv.Layout.from_segments(np.cumsum([0, *(n for n, _ in SEGMENTS)]), [p for _, p in SEGMENTS])
-
-
-@contextmanager
-def double_throughout() -> Iterator[None]:
-    """Norms and scans compute in float32 whatever the model's dtype; here they stay in float64."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "float32", torch.float64)
-        patch.setattr(torch, "float", torch.float64)
-        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
-        yield
 
 
 def make(family: str, dtype: torch.dtype = torch.float32, **others: Any) -> Any:

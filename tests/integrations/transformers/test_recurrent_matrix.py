@@ -19,8 +19,9 @@ import dualkv
 pytest.importorskip("transformers")
 
 from dualkv.integrations.transformers import recompute_layers
+from tests.integrations.doubled import double_throughout
 from tests.integrations.tiny import TREE
-from tests.integrations.transformers.test_recurrent import FAMILIES, double_throughout, make, worst
+from tests.integrations.transformers.test_recurrent import FAMILIES, make, worst
 
 # A long, an empty and a short response, a prompt of one token.
 TWO_LEVELS = dualkv.Layout.from_lengths([5, 1], [[67, 0, 2], [2, 6]])

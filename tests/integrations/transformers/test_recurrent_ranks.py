@@ -25,9 +25,10 @@ pytest.importorskip("transformers")
 
 from dualkv.integrations.recurrent import ops, sharded, waves
 from dualkv.integrations.transformers import enable, recompute_layers
+from tests.integrations.doubled import double_throughout
 from tests.integrations.tiny import gradients, token_ids
 from tests.integrations.transformers import test_recurrent
-from tests.integrations.transformers.test_recurrent import FAMILIES, double_throughout, make, random_forest
+from tests.integrations.transformers.test_recurrent import FAMILIES, make, random_forest
 
 KINDS = (Shard, ContextShard)
 WAYS = {  # and whether layers run again in the backward

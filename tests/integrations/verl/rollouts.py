@@ -172,7 +172,7 @@ UPDATE = 8
 
 
 def save_models(folder: Path) -> None:
-    """Random weights, the same every time."""
+    """Random weights, the same every time; in fp64 too, because float32 files cannot be read in `double_throughout`."""
     for name, (model, config) in MODELS.items():
         torch.manual_seed(0)
         made = model(config)
@@ -180,6 +180,7 @@ def save_models(folder: Path) -> None:
             if of.endswith("A_log"):  # slow decays, so that a response depends on the state that its prompt leaves
                 nn.init.uniform_(parameter, -7, -4)
         made.save_pretrained(folder / name)
+        made.double().save_pretrained(folder / f"{name}-fp64")
 
 
 def nested(rows: list[torch.Tensor]) -> torch.Tensor:

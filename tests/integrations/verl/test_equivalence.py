@@ -12,33 +12,12 @@ from verl.utils.flops_counter import FlopsCounter
 from dualkv.integrations.verl import work
 from dualkv.integrations.verl.balance import rollouts_by_tag
 from tests.integrations.verl.rollouts import GROUPS, MODELS
-from tests.integrations.verl.scenarios import FOUR, HYBRIDS, ONE, SCENARIOS, STOCK, TWO
+from tests.integrations.verl.scenarios import FOUR, ONE, TWO, reference
 
 Results = Callable[[str], list[dict[str, Any]]]
 SCORES = ("log_probs", "entropy", "sum_pi_squared", "values")
 METRICS = ("loss", "grad_norm", "actor/pg_loss", "actor/entropy_loss", "kl_loss", "critic/vf_loss")
 EXACT = [name for s in (ONE, TWO, FOUR) for name, settings in s.items() if settings["packed"] and name != "bf16"]
-
-
-def reference(name: str) -> str:
-    """The scenario of veRL's own engine on one rank that computes the same."""
-    settings = next(s[name] for _, s in SCENARIOS.values() if name in s)
-    matters = (
-        "model",
-        "attention",
-        "temperature",
-        "interleaved",
-        "lora",
-        "loss",
-        "mean",
-        "settings",
-        "turns",
-        "screens",
-        "groups",
-    )
-    same = STOCK | {key: settings[key] for key in matters if key in settings}
-    any_rows = {"remove_padding": True}
-    return next(known for known, s in (ONE | HYBRIDS).items() if s | any_rows == same | any_rows)
 
 
 def of_all_ranks(found: list[dict[str, Any]], name: str) -> torch.Tensor:

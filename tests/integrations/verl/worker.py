@@ -11,7 +11,8 @@ import random
 import traceback
 import warnings
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -49,6 +50,7 @@ from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
 import dualkv
+from dualkv import branches
 from dualkv.data.memory import Memory
 from dualkv.data.planning import MemoryPlan, PlannedBatch
 from dualkv.integrations import patching
@@ -57,6 +59,7 @@ from dualkv.integrations.verl.engine import restore_attention
 from dualkv.models import load_model
 from dualkv.ops import reference
 from dualkv.prefixes import SharedPrefixes
+from tests.integrations.doubled import double_throughout
 from tests.integrations.verl.rollouts import MODELS, UPDATE, make_rollouts, nested
 from tools.bench import recorded_verl, stock_attention, train_verl, ulysses, verl_options
 from tools.bench import verl as bench_verl
@@ -108,7 +111,7 @@ def make_worker(s: dict[str, Any], models: Path) -> Any:
     engine, optimizer, actor = make(s, batching, of_actor)
     fused, is_critic = s.get("fused"), s.get("model") == "critic"
     model = HFModelConfig(
-        path=str(models / s.get("model", "dense")),
+        path=str(models / (s.get("model", "dense") + "-fp64" * s.get("fp64", False))),
         load_tokenizer=False,
         use_remove_padding=s.get("remove_padding", True),
         enable_gradient_checkpointing=s.get("checkpointing", True),
@@ -188,6 +191,15 @@ def weights(worker: Any) -> dict[str, torch.Tensor]:
         return megatron().weights(worker)
     state = worker.engine.module.state_dict()
     return {k: (v.full_tensor() if hasattr(v, "full_tensor") else v).float().clone() for k, v in state.items()}
+
+
+@contextmanager
+def in_fp64() -> Iterator[None]:
+    """Compute in fp64 whatever veRL, which has no fp64, and transformers compute in fp32."""
+    torch.storage._dtype_to_storage_type_map()  # pickles of tensors read dtypes from this table, made by the first one
+    sums = patch.dict(walked.SUMS, fp32=torch.float64)
+    with double_throughout(), sums, patch.object(branches, "_SUMS", [*branches._SUMS, torch.float64]):
+        yield
 
 
 def walk_large(shared: SharedPrefixes, memory: Memory, min_shared: int = 1) -> MemoryPlan:
@@ -516,7 +528,8 @@ def run_all(scenarios: dict[str, Any], folder: Path) -> None:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("default")
             try:
-                found = globals()[scenario.get("run", "both")](scenario, folder)
+                with in_fp64() if scenario.get("fp64") else nullcontext():
+                    found = globals()[scenario.get("run", "both")](scenario, folder)
             except Exception as error:
                 traceback.print_exc()  # in the log
                 found["error"] = f"{type(error).__name__}: {error}"
