@@ -152,7 +152,7 @@ def test_losses_that_are_sums_over_rollouts_take_one_walk(
     """Some rollouts end within others, and some are equal. Entropies above a quantile are those of other rollouts."""
     settings = {"entropy_target": 9.0, "entropy_coef_max": 0.2, "entropy_coef": 0.1, "gradient_checkpointing": False}
     trainer = make_trainer(walking(GRPOTrainer, 4), folder, **settings)
-    trainer.model.double()  # in fp32 a loss of 2.2 is up to 1.4e-6 off on some CPUs, in fp64 no loss by more than 1.2e-7
+    trainer.model.double()  # a loss of 2.2 is up to 1.4e-6 off in fp32, here no loss by more than 1.2e-7
     trainer.current_gradient_accumulation_steps = 2
     (packed, stock), model, metrics = both(trainer), trainer.model.train(), trainer._metrics["train"]
     ids, mask, room = batch_of_turns()
