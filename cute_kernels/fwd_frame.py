@@ -149,13 +149,6 @@ class Pipelines(NamedTuple):
     V: WrappingPipeline
 
 
-class Handed(NamedTuple):
-    """What two warp groups that share rows hand to each other in shared memory."""
-
-    P: cute.Tensor  # (64, N, 2) probabilities of two blocks
-    numbers: cute.Tensor  # (2, 32, 2) fp32: of each row of a thread, of four threads each, of the two groups
-
-
 class Shared(NamedTuple):
     """Shared memory."""
 
@@ -165,7 +158,6 @@ class Shared(NamedTuple):
     pipes: Pipelines
     item: cute.Tensor  # (item_fields, q_places) whose Q is there: the tile's fields, head group, the warp group's Walk
     recompute: cute.Tensor  # (1 + RECOMPUTE_WORDS) one past the last item to recompute; a bit for each of the cluster's
-    handed: Handed | None  # where two warp groups share rows
 
 
 class Thread(NamedTuple):
@@ -199,7 +191,7 @@ class State(NamedTuple):
 
     tSrQ: cute.Tensor  # (MMA, 1, D/16), shared memory
     tSrK: cute.Tensor  # (MMA, 1, D/16, stages), shared memory
-    tOrP: cute.Tensor  # (MMA, 1, N/16), N/4 R; or (MMA, 1, N/16, 2), shared memory
+    tOrP: cute.Tensor  # (MMA, 1, N/16), N/4 R
     tOrV: cute.Tensor  # (MMA, 1, N/16, stages), shared memory
     acc_O: cute.Tensor  # (64, Dv), Dv/2 R
     rows: Rows
@@ -209,7 +201,6 @@ class State(NamedTuple):
     scale_log2: Float32
     cap_factor: Float32 | None  # see softmax.cap
     wg: Int32
-    handed: Handed | None
 
 
 class ForwardFrame(Clustered):
@@ -315,11 +306,6 @@ class ForwardFrame(Clustered):
     def k_columns(self) -> int:
         """Columns of a tile of K in shared memory."""
         return self.head_dim // self.column_groups
-
-    @property
-    def score_columns(self) -> int:
-        """Columns of S that a warp group makes: keys of a block."""
-        return self.tile_n // self.column_groups
 
     @property
     def v_columns(self) -> int:
@@ -461,16 +447,12 @@ class ForwardFrame(Clustered):
         pipes = self.pipelines(barriers, self.q_places)
         item = allocator.allocate_tensor(Int32, cute.make_layout((self.item_fields, self.q_places)), 8)
         recompute = allocator.allocate_tensor(Int32, cute.make_layout(1 + RECOMPUTE_WORDS), 8)
-        return Shared(sQ, sK, sV, pipes, item, recompute, self.allocate_handed(allocator)), barriers
+        return Shared(sQ, sK, sV, pipes, item, recompute), barriers
 
     def allocate_tiles(self, allocator: SmemAllocator) -> list[cute.Tensor]:
         """Q, K and V of `Shared`."""
         layouts = self.q_layout(), self.kv_layout(self.head_dim), self.kv_layout(self.head_dim_v)
         return [allocator.allocate_tensor(self.dtype, x.outer, 1024, x.inner) for x in layouts]
-
-    def allocate_handed(self, allocator: SmemAllocator) -> Handed | None:
-        """`Shared.handed`"""
-        return None
 
     # ---------------------------------------------------------------- pipelines
     def pipelines(self, barriers: MbarrierAllocator, q_places: int) -> Pipelines:
