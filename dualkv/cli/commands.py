@@ -110,6 +110,9 @@ def demo(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="Deterministic algorithms only.")
     ] = DemoSettings.deterministic,
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="Packed log-probs with equal bits in all micro-batches.")
+    ] = DemoSettings.batch_invariant,
     gradient_checkpointing: Annotated[
         bool | None,
         typer.Option(

@@ -29,7 +29,7 @@ def render(result: DemoResult) -> RenderableType:
         parts.append(_truth(result))
     if result.unit == "bytes":
         parts.append(Text(BYTES))
-    parts += [*_rewards(result), _verdict(result)]
+    parts += [*_rewards(result), *_ratios(result), _verdict(result)]
     return Group(*parts)
 
 
@@ -113,6 +113,12 @@ def _rewards(result: DemoResult) -> list[Text]:
     lines = [f"reward, {name}: " + " -> ".join(f"{r:.3f}" for r in way.rewards) for name, way in result.ways.items()]
     lines.append(f"{same} of {count} responses sampled after an update are the same tokens under both policies")
     return [Text(line) for line in lines]
+
+
+def _ratios(result: DemoResult) -> list[Text]:
+    said = "ratio of the first update to old log-probs of the smallest micro-batches, furthest from 1"
+    ratios = {name: way.ratio for name, way in result.ways.items() if way.ratio is not None}
+    return [Text(f"{said}, {name}: {ratio!r}") for name, ratio in ratios.items()]
 
 
 def _verdict(result: DemoResult) -> Text:

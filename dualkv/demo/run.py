@@ -33,6 +33,7 @@ from dualkv.demo.sampling import sample_responses, sample_turns
 from dualkv.demo.settings import DemoSettings
 from dualkv.demo.update import WAYS, Gradients, PolicyTrainer, longest_sequence, replicated_tokens_of_one_group
 from dualkv.grpo import ALGORITHMS
+from dualkv.integrations.metrics import furthest_ratio, log_ratios
 from dualkv.integrations.transformers import recompute_layers
 from dualkv.models import in_dtype, load_model
 from dualkv.progress import Track, untracked
@@ -129,6 +130,7 @@ class WayResult:
         peak_bytes, memory_method: see :class:`dualkv.demo.measure.PeakMemory`.
         rewards: mean reward of the samples of the policy after 0, 1, ... updates; empty for rollouts from a file.
         losses, metrics: of each update.
+        ratio: with `batch_invariant`, of the first update's log-probs to the old ones, the one furthest from 1.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -139,6 +141,7 @@ class WayResult:
     rewards: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
+    ratio: float | None = None
 
     @property
     def total_seconds(self) -> float:
@@ -358,6 +361,7 @@ class _Demo:
             reference,
             settings.deterministic,
             self.track,
+            settings.batch_invariant,
         )
         result, trace = WayResult(), _Trace()
         prepared = None
@@ -368,6 +372,9 @@ class _Demo:
                 rollouts = self.given or (trained_on or trace.samples)[step]
                 prepared = trainer.prepare(rollouts)
             gradients = trainer.gradients(prepared)
+            if step == 0 and trainer.batch_invariant and prepared.old_logp is not None:
+                old = prepared.old_logp.cpu()
+                result.ratio = furthest_ratio(log_ratios(gradients.logp, old, torch.ones_like(old)))
             trace.gradients.append(gradients)
             trace.weights.append(trainer.step())
             result.tokens.append(sum(b.tokens for b in prepared.micro_batches))

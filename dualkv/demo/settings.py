@@ -42,6 +42,8 @@ class DemoSettings:
         device: None: CUDA where there is one.
         seed: of weights, prompts and samples.
         deterministic: only deterministic algorithms, in PyTorch and in packed attention.
+        batch_invariant: log-probs of the packed ways have equal bits in all micro-batches; their old log-probs come
+            from the smallest ones, and the first update says its ratio to them.
         gradient_checkpointing: layers are recomputed in the backward.
         check: compare both ways with a wider dtype; None: in half precision only.
     """
@@ -61,6 +63,7 @@ class DemoSettings:
     device: str | None = None
     seed: int = 0
     deterministic: bool = False
+    batch_invariant: bool = False
     gradient_checkpointing: bool = False
     check: bool | None = None
 

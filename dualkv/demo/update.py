@@ -138,8 +138,9 @@ def packed_batches(rollouts: Rollouts, budget: int, device: torch.device) -> lis
     return batches
 
 
-def tree_batches(rollouts: Rollouts, budget: int, device: torch.device) -> list[ModelBatch]:
-    """Packed trees: everything that rollouts begin with alike once in a micro-batch, over all groups.
+def tree_batches(rollouts: Rollouts, budget: int, device: torch.device, fixed_cuts: bool = False) -> list[ModelBatch]:
+    """Packed trees: everything that rollouts begin with alike once in a micro-batch, over all groups; with fixed cuts
+    see :func:`dualkv.pack_sequences`.
 
     Raises:
         ValueError: a budget below one prompt with one of its responses.
@@ -152,7 +153,8 @@ def tree_batches(rollouts: Rollouts, budget: int, device: torch.device) -> list[
     for plan in plan_sequences([rows[i][0] for i in kept], budget, media=[seen[i] for i in kept] if seen else None):
         chosen = [kept[i] for i in plan]
         media = [seen[i] for i in chosen] if seen else None
-        batch = pack_sequences([rows[i][0] for i in chosen], [rows[i][1] for i in chosen], media=media, device=device)
+        sequences, masks = zip(*(rows[i] for i in chosen), strict=True)
+        batch = pack_sequences(sequences, masks, fixed_cuts=fixed_cuts, media=media, device=device)
         batches.append(_packed(batch, _places(rollouts, chosen, device)))
     return batches
 
@@ -234,6 +236,7 @@ class PolicyTrainer:
         reference: PreTrainedModel | None = None,
         deterministic: bool = False,
         track: Track = untracked,
+        batch_invariant: bool = False,
     ) -> None:
         """
         Args:
@@ -245,15 +248,18 @@ class PolicyTrainer:
             reference: the frozen policy of the KL term; needed when the objective has one.
             deterministic: PyTorch and packed attention use deterministic algorithms only.
             track: shows progress.
+            batch_invariant: the packed ways' log-probs have equal bits in all micro-batches, and old ones come from the
+                smallest.
         """
         self.model, self.way, self.objective, self.budget = model, way, objective, budget
         self.reference, self.deterministic = reference, deterministic
+        self.batch_invariant = batch_invariant and way != "replicated"
         for each in (model, reference):
             if each is not None:
                 disable(each)
                 head(each)  # raises an error for a model whose logits are not known
                 if way != "replicated":
-                    enable(each, deterministic=deterministic)
+                    enable(each, deterministic=deterministic, batch_invariant=batch_invariant)
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
         self._track = track
         self._warm = model.device.type == "cpu"  # there a first call makes nothing
@@ -282,11 +288,13 @@ class PolicyTrainer:
                 self._warm_up(rollouts)
         with self._measured():
             with self._watch.phase("packing"):
-                micro_batches = WAYS[self.way](rollouts, self.budget, device)
+                micro_batches = of_old = self._batches(rollouts, self.budget)
+                if self.batch_invariant:
+                    of_old = self._batches(rollouts, longest_sequence(rollouts))
             old_logp = ref_logp = None
             if not only_first:
                 with self._watch.phase("old log-probs"):
-                    old_logp = self._logprobs(self.model, micro_batches, "old log-probs")
+                    old_logp = self._logprobs(self.model, of_old, "old log-probs")
             if self.reference is not None:
                 with self._watch.phase("reference log-probs"):
                     ref_logp = self._logprobs(self.reference, micro_batches, "reference log-probs")
@@ -321,12 +329,17 @@ class PolicyTrainer:
 
     def _warm_up(self, rollouts: Rollouts) -> None:
         """A first micro-batch, neither timed nor kept: kernels are then loaded or compiled."""
-        batch = WAYS[self.way](rollouts, self.budget, self.model.device)[0]
+        batch = self._batches(rollouts, self.budget)[0]
         self.model.train()
         batch.logprobs(self.model)[0].sum().backward()
         self.model.zero_grad(set_to_none=True)
         self.model.eval()
         self._warm = True
+
+    def _batches(self, rollouts: Rollouts, budget: int) -> list[ModelBatch]:
+        if self.way == "tree":
+            return tree_batches(rollouts, budget, self.model.device, self.batch_invariant)
+        return WAYS[self.way](rollouts, budget, self.model.device)
 
     def _loss(
         self, batch: ModelBatch, prepared: Prepared

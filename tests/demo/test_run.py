@@ -355,6 +355,17 @@ def test_nothing_to_learn_from() -> None:
         trainer.prepare(rollouts)
 
 
+def test_ratios_to_other_micro_batches_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths are multiples of 16, as a CPU's functions compute the last elements of a tensor by other code."""
+    settings = DemoSettings(batch_invariant=True, **TURNS | {"prompt_len": 48, "response_len": 16, "steps": 1})
+    ways = run_demo(settings).ways
+    assert {name: way.ratio for name, way in ways.items()} == {"replicated": None, "packed": 1.0, "tree": 1.0}
+    enable = dualkv.demo.update.enable
+    monkeypatch.setattr(dualkv.demo.update, "enable", lambda model, **_: enable(model))
+    ways = run_demo(settings).ways
+    assert 1.0 not in {ways["packed"].ratio, ways["tree"].ratio}, "or the test could not fail"
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_deterministic_updates_are_bitwise_equal(way: str) -> None:
     runs = []
