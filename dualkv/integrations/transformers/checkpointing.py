@@ -84,7 +84,8 @@ def recompute_layers(model: Model, keep: str = "nothing", *, layers: int | None 
     for decoder, kinds in found:
         changes = patching.of(decoder, "kept")
         changes.replace(KEPT, kinds)
-        changes.before(keep_again)
+        if {*kinds} != {"nothing"}:
+            changes.before(keep_again)
         for layer, kind in zip(checkpointed_layers(decoder), kinds, strict=False):
             if kind != others:
                 _keep(layer, kind, "kept")
