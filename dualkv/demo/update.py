@@ -8,7 +8,7 @@ flat, [M]: the tokens of response 0 of group 0 first, of each response those tha
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -164,7 +164,11 @@ def _packed(batch: PackedBatch | PackedSequences, places: torch.Tensor) -> Model
 
 
 # Each takes an update's rollouts, a budget (the most rows of a micro-batch) and the device of the inputs.
-WAYS = {"replicated": replicated_batches, "packed": packed_batches, "tree": tree_batches}
+WAYS: dict[str, Callable[..., list[ModelBatch]]] = {
+    "replicated": replicated_batches,
+    "packed": packed_batches,
+    "tree": tree_batches,
+}
 
 
 def replicated_tokens_of_one_group(rollouts: Rollouts) -> int:
@@ -337,9 +341,9 @@ class PolicyTrainer:
         self._warm = True
 
     def _batches(self, rollouts: Rollouts, budget: int) -> list[ModelBatch]:
-        if self.way == "tree":
-            return tree_batches(rollouts, budget, self.model.device, self.batch_invariant)
-        return WAYS[self.way](rollouts, budget, self.model.device)
+        cuts = {"fixed_cuts": True} if self.batch_invariant and self.way == "tree" else {}
+        made: list[ModelBatch] = WAYS[self.way](rollouts, budget, self.model.device, **cuts)
+        return made
 
     def _loss(
         self, batch: ModelBatch, prepared: Prepared
