@@ -231,12 +231,12 @@ def make_trainer(
     of_model: dict[str, Any] | None = None,
     config: type = trl.GRPOConfig,
     made: Any = None,
-    prompts: list[str] = PROMPTS,
+    prompts: list[str] | None = None,
     **settings: Any,
 ) -> trl.GRPOTrainer:
     """A trainer of a tiny model with random weights, which it reads from a folder ("images": of one with images)."""
     path = folder / "-".join([model, *(f"{k}={v}" for k, v in (of_model or {}).items())])
-    dataset, processor = Dataset.from_dict({"prompt": prompts}), tokenizer()
+    dataset, processor = Dataset.from_dict({"prompt": PROMPTS if prompts is None else prompts}), tokenizer()
     if model == "images":
         made, dataset, processor = of_images()
         settings["generation_kwargs"] = {"suppress_tokens": list(range(VOCAB, VOCAB + len(MARKS)))}
