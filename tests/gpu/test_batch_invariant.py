@@ -151,13 +151,14 @@ def test_too_few_rows(model):
 @torch.no_grad()
 def test_images():
     torch.manual_seed(0)
-    prompts, responses, media = rollouts("Qwen3VL", ((1, 16, 32),), ((1, 12, 34), (1, 40, 12)), ((1, 64, 80),))
-    ids = {"image_token_id": 88, "video_token_id": 89, "vision_start_token_id": 90, "vision_end_token_id": 91}
+    prompts, _, media = rollouts("Qwen3VL", ((1, 16, 32),), ((1, 12, 34), (1, 40, 12)), ((1, 64, 80),))
+    responses = ids(700, 3, 410, 1, 64, 333, 1500)
+    places = {"image_token_id": 88, "video_token_id": 89, "vision_start_token_id": 90, "vision_end_token_id": 91}
     text = WIDTHS | {"head_dim": 128, "vocab_size": 96, "rope_parameters": {
         "rope_type": "default", "rope_theta": 1e4, "mrope_section": [24, 20, 20]}}  # fmt: skip
     tower = DEEP | {"hidden_size": 256, "intermediate_size": 512, "num_heads": 4, "out_hidden_size": 1024}
     with torch.device("cuda"):
-        model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=tower, **ids))
+        model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=tower, **places))
     model = model.to(torch.bfloat16).eval()
 
     def hidden(some):

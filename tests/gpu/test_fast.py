@@ -69,7 +69,7 @@ def test_kept_logits_change_no_gradient() -> None:
 
     (before, least), (found, most) = step(0), step(5)
     assert all(map(torch.equal, found, before))
-    assert 5 <= (most - least) / (512 * vocabulary * 2) < 5.1
+    assert round((most - least) / (512 * vocabulary * 2), 1) == 5  # of other tensors a few are kept in one way alone
 
 
 def test_fast_is_as_near_to_fp64_as_plain() -> None:

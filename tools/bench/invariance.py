@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import multiprocessing
 import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
@@ -43,6 +45,7 @@ FEATURES: tuple[dict[str, Any], ...] = (
     {}, {"window": 100}, {"window": 3000}, {"chunk": 200}, {"softcap": 30.0}, {"sinks": True},
 )  # fmt: skip
 COST = (*EIGHT, "agent-t10-r512", "n32-p8192-r2048-d64-gqa8", "n32-p8192-r2048-d256-gqa4", SLOW[0])
+COUNTED = ("layouts", "rows", "differ", "layouts_that_differ")
 FEATURES_OF_KERNELS = (("window", True), ("window", False), ("softcap", False), ("sinks", False))  # whether short
 
 
@@ -154,17 +157,8 @@ def differing(case: Case, device: str, rng: random.Random, **asked: Any) -> tupl
 app = typer.Typer(help=__doc__)
 
 
-@app.command()
-def rows(
-    layouts: Annotated[int, typer.Option(help="random layouts")] = 5000,
-    seconds: Annotated[float, typer.Option(help="no layout begins after so many")] = math.inf,
-    seed: int = 0,
-    device: str = "cuda",
-    as_it_stands: Annotated[bool, typer.Option(help="without batch_invariant")] = False,
-    json: OptionalJsonPath = None,
-) -> None:
-    """Count rows that differ in bits over random layouts."""
-    record = Record(json, gpu=device != "cpu")
+def counted(layouts: int, seed: int, seconds: float, device: str, asked: dict[str, Any]) -> dict[str, Any]:
+    """Counts over random layouts, and the first five of those that differ."""
     rng, begin = random.Random(seed), time.time()
     counts: Counter[str] = Counter()
     first: list[dict[str, Any]] = []
@@ -174,11 +168,34 @@ def rows(
         case = draw(rng, number)
         if sum(case.lengths) == 0:
             continue
-        bad, compared = differing(case, device, rng, **({} if as_it_stands else {"batch_invariant": True}))
+        bad, compared = differing(case, device, rng, **asked)
         counts.update(layouts=1, rows=compared, differ=bad, layouts_that_differ=bad > 0)
         if bad and len(first) < 5:
             first.append(case._asdict() | {"differ": bad, "of": compared})
-    found = {"seed": seed, "batch_invariant": not as_it_stands, **counts, "first": first}
+    return {"counts": counts, "first": first}
+
+
+@app.command()
+def rows(
+    layouts: Annotated[int, typer.Option(help="random layouts")] = 5000,
+    seconds: Annotated[float, typer.Option(help="no layout begins after so many")] = math.inf,
+    seed: int = 0,
+    processes: Annotated[int, typer.Option(help="that share the GPU; each has a seed of its own")] = 1,
+    device: str = "cuda",
+    as_it_stands: Annotated[bool, typer.Option(help="without batch_invariant")] = False,
+    json: OptionalJsonPath = None,
+) -> None:
+    """Count rows that differ in bits over random layouts."""
+    record, begin = Record(json, gpu=device != "cpu"), time.time()
+    asked = {} if as_it_stands else {"batch_invariant": True}
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        shares = [len(range(i, layouts, processes)) for i in range(processes)]
+        parts = [pool.submit(counted, n, seed + i, seconds, device, asked) for i, n in enumerate(shares)]
+        done = [part.result() for part in parts]
+    counts = sum((one["counts"] for one in done), Counter(dict.fromkeys(COUNTED, 0)))
+    first = [case for one in done for case in one["first"]][:5]
+    found = {"seed": seed, "processes": processes, "batch_invariant": not as_it_stands}
+    found |= {name: counts[name] for name in COUNTED} | {"first": first}
     record.write(found)
     print(found, f"{time.time() - begin:.0f} s")
     raise SystemExit(counts["differ"] > 0 and not as_it_stands)
