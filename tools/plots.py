@@ -1,7 +1,7 @@
 """Plots of recorded figures, drawn by matplotlib as pictures of README and docs (`python -m tools.drawings`).
 
-Letters are paths, so that a picture looks the same with any font. A picture has its own ground, light or dark as the
-reader's browser is: colours of :data:`DARK` are exchanged by its style sheet.
+Letters are text, in a font that is at most as wide as the one that matplotlib lays out. A picture has its own ground,
+light or dark as the reader's browser is: colours of :data:`DARK` are exchanged by its style sheet.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BLUE, ORANGE, GREEN = "#2f81f7", "#e16f24", "#3fa34d"  # readable on both ground
 SETTINGS: dict[Any, Any] = {
     "font.family": "DejaVu Sans",  # which matplotlib brings
     "font.size": 10,
-    "svg.fonttype": "path",
+    "svg.fonttype": "none",
     "svg.hashsalt": "dualkv",  # names inside the file are the same at every run
     "axes.edgecolor": GRID,
     "axes.labelcolor": INK,
@@ -66,7 +66,9 @@ def _drawn(width: float, height: float, title: str, *draw: Any) -> str:
         for kind in ("fill", "stroke")
     ]
     style = "\n".join(["<style>", "@media (prefers-color-scheme: dark) {", *rules, "}", "</style>"])
-    text = re.sub(r"<\?xml.*?\?>\s*<!DOCTYPE.*?>\s*", "", file.getvalue(), flags=re.DOTALL)
+    text = re.sub(r"<\?xml.*?\?>\s*<!DOCTYPE.*?>\s*|<metadata>.*?</metadata>\s*", "", file.getvalue(), flags=re.DOTALL)
+    text = text.replace("'DejaVu Sans'", "'DejaVu Sans', sans-serif")
+    text = re.sub(r"\d+\.\d{3,}", lambda found: f"{float(found[0]):.2f}", text)  # of a pixel
     return re.sub(r"(<svg [^>]*>)", rf"\1\n{style}", text, count=1)
 
 

@@ -84,8 +84,8 @@ AIMED = {  # FlashAttention-4's time over ours: forward, backward
 }
 
 
-def _load(name: str, folder: Path | None = None) -> Any:
-    return filed.read((folder or RESULTS) / f"{name}.json")
+def _load(name: str) -> Any:
+    return filed.read(RESULTS / f"{name}.json")
 
 
 def _steps() -> dict[str, list[str]]:
@@ -354,10 +354,10 @@ def hybrid() -> str:
     return markdown_table(["", "packed / replicated", "replicated over packed", "peak memory"], rows)
 
 
-def trees(folder: Path | None = None) -> str:
+def trees() -> str:
     """Tabulate trees: TFLOP/s, and the speed over cuDNN, FlexAttention, and sequences replicated."""
     rows = []
-    for result in _load("trees", folder)["results"]:
+    for result in _load("trees")["results"]:
         row = [f"{result['workload']['name']}, {DIRECTIONS[result['direction']]}", f"{_rate(result):.0f}"]
         rows.append([*row, *(_fastest(result, [peer]) for peer in (CUDNN, "flex", "fa4-replicated"))])
     head = ["tree", "TFLOP/s", "over cuDNN", "over FlexAttention", "over FA4, replicated"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -13,24 +12,7 @@ from dualkv.bench import sides
 from dualkv.bench.inputs import Inputs, Side
 from dualkv.bench.workloads import Workload, parse
 from tools import tables
-from tools.bench import attention, features
-
-
-def test_every_kernel_is_compiled_once(monkeypatch):
-    calls = attention.kernels_of(["windows"])
-    assert len(calls) == 6 * 2 * 3  # four shapes, two of them for many groups too; directions; sides
-    ran = []
-
-    def run(command, **_):
-        ran.append(command[command.index("-w") + 1 :: 2])
-        return SimpleNamespace(returncode=len(ran) == 1, stderr="", stdout="no kernel")
-
-    monkeypatch.setattr(subprocess, "run", run)
-    printed = []
-    monkeypatch.setattr("builtins.print", lambda text, **_: printed.append(text))
-    attention.compile_first(["windows"], 1)
-    assert ran == [list(call) for call in calls]
-    assert printed == [f"{' '.join(calls[0])}: no kernel"]
+from tools.bench import features
 
 
 def test_tables_of_windows(tmp_path, monkeypatch):
@@ -86,12 +68,9 @@ def test_costs_and_errors_of_features(on_the_cpu):
             assert found["out"] == pytest.approx(0.01, rel=0.3)
         else:
             assert found["error"] == "NotImplementedError: no softcapping"
-    costs, errors = features.costs(figures).splitlines(), features.exactness(figures).splitlines()
+    costs = features.costs(figures).splitlines()
     assert costs[2] == "| sinks, window: forward | +2.0 % | +2.0 % |"
     assert costs[-1] == "| softcap 50, window: backward | +2.0 % | not measured |"
-    assert errors[2].startswith("| 1 | none | 0.00")
-    assert errors[-1].startswith("| 50 | 50 | 0.00")
-    assert errors[-1].endswith("| not measured |")
 
 
 def test_batches_of_two_calls_in_turns(monkeypatch):

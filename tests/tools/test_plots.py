@@ -22,7 +22,7 @@ def test_a_plot_is_the_same_at_every_run_and_has_both_schemes():
     drawn = plots.prompt_share(RECORD)
     assert drawn == plots.prompt_share(RECORD)
     assert "H200; replicated with FlashAttention-4" in drawn.partition("</title>")[0]
-    assert "<text" not in drawn
+    assert "font-family: 'DejaVu Sans', sans-serif" in drawn
     rules = drawn.partition("prefers-color-scheme: dark")[2].partition("</style>")[0]
     for light, dark in plots.DARK.items():
         assert f"'fill: {light}'] {{ fill: {dark}" in rules

@@ -59,13 +59,14 @@ def test_benchmarks_are_those_of_the_commands(name):
 
 
 def test_cudnn_is_asked_for_wherever_another_peer_is():
-    """The records ask cuDNN for every shape and direction, but for head dims beyond its own."""
+    """The records ask cuDNN for every shape and direction that FlashAttention-4 or FlexAttention is asked for, but for
+    head dims beyond its own."""
     beside = {True: set(), False: set()}
     for name in attention.RECORDS:
         options = attention.options_of(name)
         directions = command.directions(*options["-d"])
         for side in options["-s"]:
-            if side == "cudnn-intervals" or not side.startswith("dualkv"):
+            if not side.startswith(("dualkv", "torch")):
                 beside[side == "cudnn-intervals"].update(itertools.product(options["-w"], directions))
     without = {max(parse(workload).head_dims) for workload, _ in beside[False] - beside[True]}
     assert without == {512}

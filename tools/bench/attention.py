@@ -1,7 +1,6 @@
 """`python -m tools.bench.attention [NAME ...]`: the recorded runs of `dualkv bench`, into docs/results/NAME.json.
 
-Tables and statements of README and docs come from these files (`python -m tools.tables` writes them). The table of
-trees is printed too: `python -m tools.bench.attention trees-two-levels trees`.
+Tables and statements of README and docs come from these files (`python -m tools.tables` writes them).
 """
 
 from __future__ import annotations
@@ -11,15 +10,13 @@ import math
 import os
 import re
 import shlex
-import subprocess
 import sys
 import time
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
+from unittest import mock
 
 import typer
 
@@ -29,11 +26,6 @@ from dualkv.bench.workloads import EIGHT, MAIN, NAMED, SLOW, parse
 from dualkv.cli import commands
 from tools import filed, tables
 from tools.tables import RESULTS
-
-TWO_LEVELS = {  # the rollouts of trees with their prompts shared alone, as lengths for `dualkv bench -w`
-    "binary-p4096-r1024": "4096:16x4096",
-    "agent-t10-r512": "512:32x4608",
-}
 
 
 def _options(option: str, values: Iterable[str]) -> str:
@@ -64,7 +56,8 @@ _CUDNN = _options("-s", ["dualkv", "cudnn-intervals"])
 _VALUES_PEERS = _options("-s", ["dualkv", *tables.VALUES_PEERS])
 _SLOW_PEERS = _options("-s", ["dualkv", *tables.VALUES_PEERS, "flex"])
 _MOST = *SLOW, *EIGHT, f"{MAIN}-d256-gqa4"
-_BY_HAND = _options("-s", ["dualkv-cudnn", "cudnn-intervals"])
+_PYTORCH = _options("-s", ["dualkv-flash", "torch-flash-replicated", "dualkv-flex"])
+_OTHERS = MAIN, "g64-n8", "g128-n8-short", "agent-t10-r512", f"{MAIN}-w128-d64", f"{MAIN}-w4096"
 _LAST = "flex", "fa4-3-calls-deterministic"  # compile long
 _ALL = _options("-s", sorted(SIDES, key=lambda name: name in _LAST and 1 + _LAST.index(name)))
 # Shorter turns show what the card did before: after a pause it takes up to 880 W for 0.2 s, and less behind that. With
@@ -78,6 +71,7 @@ OF_A_SIDE = (
     "sm_clock_mhz", "speed_against_reference",
 )  # fmt: skip
 
+AMPERE = "composition-ampere"  # by :func:`as_ampere`
 # name: options of `dualkv bench`
 RECORDS = {
     "forward": f"-d fwd {_TWO} {_TURNS} {_options('-w', EIGHT)}",
@@ -87,7 +81,6 @@ RECORDS = {
     "backward-tensor-parallel": f"-d bwd {_THREE} {_SHORT_TURNS} {_options('-w', _TENSOR_PARALLEL)}",
     "random-forward": f"-d fwd {_THREE} {_SHORT_TURNS} {_options('-w', _RANDOM)}",
     "random-backward": f"-d bwd {_THREE} {_SHORT_TURNS} {_options('-w', _RANDOM)}",
-    "trees-two-levels": f"-d fwd,bwd -s dualkv {_SHORT_TURNS} -w {MAIN} {_options('-w', TWO_LEVELS.values())}",
     "trees": f"-d fwd,bwd {_CUDNN} -s fa4-replicated -s flex {_SHORT_TURNS} {_options('-w', _TREES)}",
     "traces": f"-d fwd,bwd {_TREE_PEERS} -s fa4-replicated {_FEATURE_TURNS} {_options('-w', _TRACES)}",
     "traces-backward": f"-d bwd {_TREE_PEERS} {_FEATURE_TURNS} {_options('-w', _TRACES)}",
@@ -97,8 +90,9 @@ RECORDS = {
     "d512": f"-d fwd,bwd -s dualkv -s flex {_FEATURE_TURNS} {_options('-w', _D512)}",
     "cudnn": f"-d fwd,bwd {_CUDNN} {_FEATURE_TURNS} {_options('-w', _MOST)}",
     "slow": f"-d fwd,bwd {_SLOW_PEERS} {_SHORT_TURNS} {_options('-w', SLOW)}",
-    "cudnn-backend": f"-d fwd,bwd {_BY_HAND} {_TURNS} -w {MAIN} -w g64-n8",
     "magi": f"-d fwd,bwd -s dualkv -s magi-ranges {_FEATURE_TURNS} {_options('-w', (*EIGHT[:3], *EIGHT[4:]))}",
+    "composition-h200": f"-d fwd,bwd,both {_PYTORCH} {_SHORT_TURNS} -w {MAIN}",
+    "composition-ampere": f"-d fwd,bwd,both {_PYTORCH} {_SHORT_TURNS} {_options('-w', _OTHERS)}",
     "flex-backend": "-d both -s dualkv-flash -s dualkv-flex --seconds 0.5 --rounds 2"
     " -w g64-n8 -w n64-p4096-r256 -w g128-n8-short",
     "both": f"-d both {_THREE} -s fa4-replicated {_SHORT_TURNS} -w {MAIN} -w n64-p4096-r256",
@@ -109,22 +103,24 @@ RECORDS = {
 def main(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help=f"Some of {', '.join(RECORDS)}; NAME:SECONDS takes no longer. Default: all."),
+        typer.Argument(help=f"Some of {', '.join(RECORDS)}. Default: all but {AMPERE}, which runs alone."),
     ] = None,
     folder: Annotated[Path, typer.Option(help="Where the files go.")] = RESULTS,
     time_limit: Annotated[float | None, typer.Option(help="Seconds that all may take together, compiling too.")] = None,
-    compile_in: Annotated[int, typer.Option("--compile", help="Compile first, in so many processes.")] = 0,
 ) -> None:
     """Run some of the recorded benchmarks and write their figures, after each result: a run that is cut keeps them."""
-    asked = [_limited(name) for name in names or RECORDS]
+    asked = names or [name for name in RECORDS if name != AMPERE]
+    if unknown := [name for name in asked if name not in RECORDS]:
+        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(RECORDS)}")
+    if AMPERE in asked:
+        if len(asked) > 1:
+            raise typer.BadParameter(f"{AMPERE} changes how Triton compiles, so it runs without other records")
+        as_ampere()
     os.environ.update(dict.fromkeys(PEER_CACHES, "1"))  # in processes begun here, and what is imported later
     end = time.monotonic() + time_limit if time_limit else math.inf
-    if compile_in:
-        compile_first([name for name, _ in asked], compile_in)
     failed: list[str] = []
-    for name, limit in asked:  # in one process: loading the peers takes longer than some of the runs
-        limit = min(limit, end - time.monotonic())
-        if limit < 1:
+    for name in asked:  # in one process: loading the peers takes longer than some of the runs
+        if (limit := end - time.monotonic()) < 1:
             print(f"{name}: no time left, nothing is recorded", flush=True)
             continue
         path = folder / f"{name}.json"
@@ -133,8 +129,6 @@ def main(
         try:
             commands.app(["bench", *shlex.split(RECORDS[name]), *more], standalone_mode=False)
             path.write_text(filed.text(kept(filed.read(path))))
-            if name == "trees":
-                print(tables.trees(folder), flush=True)
         except Exception as e:  # the others are still worth recording
             failed.append(f"{name}: {type(e).__name__}: {e}")
             print(failed[-1], flush=True)
@@ -142,18 +136,25 @@ def main(
         sys.exit("\n".join(failed))
 
 
-def compile_first(names: list[str], processes: int) -> None:
-    """Runs each kernel of the records once, ours and the peers', each in a process: they leave it in their caches."""
+def as_ampere() -> None:
+    """Make Triton compile products for warps, not warp groups, and PyTorch take its tiles for an A100, from here on.
 
-    def run(call: tuple[str, str, str]) -> str | None:
-        given = [word for pair in zip(("-w", "-d", "-s"), call, strict=True) for word in pair]
-        command = [sys.executable, "-m", "dualkv", "bench", "--seconds", "0.1", "--rounds", "1", *given]
-        done = subprocess.run(command, capture_output=True, text=True)
-        return None if done.returncode == 0 else f"{' '.join(call)}: {(done.stderr or done.stdout)[-300:]}"
+    On a Hopper GPU Triton makes FlexAttention's products by instructions that FlashAttention-2 does not have, and that
+    no Ampere or Ada card has.
+    """
+    import torch._inductor.config
+    from torch._inductor.template_heuristics.triton import CUDAConfigHeuristic
 
-    with ThreadPoolExecutor(processes) as pool:
-        for failure in filter(None, pool.map(run, kernels_of(names))):
-            print(failure, flush=True)
+    os.environ["DISABLE_MMA_V3"] = "1"  # Triton's
+    torch._inductor.config.force_disable_caches = True  # a kept graph has Hopper's tiles and instructions
+    for name in ("get_flex_attn_fwd_configs", "get_flex_attn_bwd_configs"):
+        chosen = getattr(CUDAConfigHeuristic, name)
+
+        def of_a100(*given: Any, chosen: Callable[..., Any] = chosen) -> Any:
+            with mock.patch.object(torch.cuda, "get_device_capability", return_value=(8, 0)):
+                return chosen(*given)
+
+        setattr(CUDAConfigHeuristic, name, of_a100)
 
 
 def options_of(name: str) -> dict[str, list[str]]:
@@ -163,20 +164,6 @@ def options_of(name: str) -> dict[str, list[str]]:
     for option in words:
         found.setdefault(option, []).append(next(words))
     return found
-
-
-def kernels_of(names: list[str]) -> list[tuple[str, str, str]]:
-    """(workload, direction, side) of some records, one for each kernel: lengths and windows are not compiled in, but
-    peers have others for many groups."""
-    found: dict[Any, tuple[str, str, str]] = {}
-    for name in names:
-        given = options_of(name)
-        for text, way, side in product(given["-w"], given["-d"][0].split(","), given["-s"]):
-            w = parse(text)
-            features = w.names, w.chunk is None, bool(w.parent)
-            shape = *w.head_dims, w.heads // w.kv_heads, w.dtype, len(w.prompt_lens) > 1
-            found.setdefault((*shape, *features, way, side), (text, way, side))
-    return list(found.values())
 
 
 def kept(report: dict[str, Any]) -> dict[str, Any]:
@@ -202,17 +189,6 @@ def _side(side: dict[str, Any]) -> dict[str, Any]:
     if "rounds" in shorter:
         shorter["rounds"] = [r["ms"] for r in side["rounds"]]
     return shorter
-
-
-def _limited(text: str) -> tuple[str, float]:
-    """(NAME, SECONDS) of NAME:SECONDS or NAME."""
-    name, _, seconds = text.partition(":")
-    if name not in RECORDS:
-        raise typer.BadParameter(f"{name!r} is none of {', '.join(RECORDS)}")
-    try:
-        return name, float(seconds or "inf")
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not of the form NAME:SECONDS") from None
 
 
 if __name__ == "__main__":

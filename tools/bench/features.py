@@ -132,16 +132,6 @@ def costs(record: dict[str, Any]) -> str:
     return markdown_table(["feature", "DualKV", "FlashAttention-4"], body)
 
 
-def exactness(record: dict[str, Any]) -> str:
-    """Errors by norms: of out, dq, dk and dv."""
-    rows: dict[tuple[float, float | None], dict[str, str]] = {}
-    for e in record["errors"]:
-        cell = ", ".join(f"{e[name]:.2g}" for name in NAMES) if "out" in e else "not measured"
-        rows.setdefault((e["spread"], e["softcap"]), {})[e["side"]] = cell
-    body = [[f"{a:g}", f"{cap:g}" if cap else "none", *(r.get(s, "") for s in SIDES)] for (a, cap), r in rows.items()]
-    return markdown_table(["spread of scores", "softcap", "DualKV: out, dq, dk, dv", "FlashAttention-4"], body)
-
-
 def main(
     json_to: JsonPath,
     pairs: Annotated[int, typer.Option(help="Of batches, with the feature and without.")] = 30,
@@ -152,7 +142,7 @@ def main(
     for figures in measure(pairs):
         record.write(figures)
         print(list(figures["costs"] or figures["errors"])[-1], flush=True)
-    print(exactness(figures), costs(figures), sep="\n\n")
+    print(costs(figures))
 
 
 if __name__ == "__main__":

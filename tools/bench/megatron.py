@@ -10,7 +10,6 @@ Cases: of :data:`CASES`. Ways:
 - packed; the head runs on the rows that predict response tokens.
 - replicated: the same head.
 - stock: replicated, the head on all rows, as megatron-core computes its loss from labels.
-- shares: of the first case, what each context-parallel rank computes, one after the other, without exchanges.
 
 `torchrun --nproc-per-node 2 -m tools.bench.megatron --json ranks.json` runs two ranks, of which one of :data:`LAYOUTS`
 after the other is made: the time of a packed update, then log-probs and gradients of a small model against one GPU.
@@ -42,18 +41,15 @@ import dualkv
 from dualkv.bench.run import in_words
 from dualkv.models import CONFIGS
 from tools.bench import stock_attention
-from tools.bench.megatron_costs import Group, Model, flops, flops_of_rank, saving
+from tools.bench.megatron_costs import Group, Model, flops, saving
 from tools.bench.record import JsonPath, Record
 from tools.bench.repeats import repeated, wait
-from tools.bench.shares import alone, share_of
 
 CASES = {
     "main": Group(32, 8192, 2048),
     "long prompts": Group(8, 16384, 1024),
-    "little shared": Group(8, 500, 2000, groups=4),
 }
-WAYS = "packed", "replicated", "stock", "shares"
-SHARES = 2, 4, 8  # context-parallel ranks
+WAYS = "packed", "replicated", "stock"
 
 
 class Run(NamedTuple):
@@ -228,12 +224,10 @@ def packed_steps(
     run: Run,
     model: Any,
     group: Group,
-    share: tuple[int, int] | None = None,
     own: slice = slice(None),
     cp_comm_type: str = "a2a",
 ) -> list[Step]:
-    """Make one step for all groups, or for `own` of them. With `share`, (rank, ranks), it runs the rows of that rank,
-    whether or not other ranks run."""
+    """Make one step for all groups, or for `own` of them."""
     from dualkv.integrations.megatron import PackedGroups
 
     prompts, responses = rollouts(run, group)
@@ -242,18 +236,13 @@ def packed_steps(
 
     def step() -> torch.Tensor:
         packed = PackedGroups(batch.layout, cp_comm_type=cp_comm_type)
-        if share:
-            packed.shard = share_of(batch.layout, *share)
         asked = packed.predictions(batch)
         hidden = hidden_states(
             model, packed.split(batch.input_ids), packed.split(batch.position_ids), None, packed_seq_params=packed
         )
         logp = logprobs(model, hidden[asked.predict_rows, 0], asked.targets, run.chunk_size)
-        if share:
-            (logp * weights[asked.places]).sum().backward()
-        else:
-            logp = torch.cat(batch.unpack(asked.gather(logp)))
-            (logp * weights).sum().backward()
+        logp = torch.cat(batch.unpack(asked.gather(logp)))
+        (logp * weights).sum().backward()
         return logp.detach()
 
     return [step]
@@ -281,27 +270,16 @@ def replicated_steps(run: Run, model: Any, group: Group, head_on_all_rows: bool,
     return [partial(step, *batch) for batch in batches]
 
 
-# ---------------------------------------------------------------- shares of context-parallel ranks, one after the other
-@contextmanager
-def one_of(model: Any, ranks: int) -> Iterator[None]:
-    with alone(), mock.patch.object(model.config, "context_parallel_size", ranks):
-        yield
-
-
 # ---------------------------------------------------------------- time and memory
-def timed(
-    model: Any, steps: list[Step], repeats: int, rows: int, compiled: bool = False
-) -> tuple[dict[str, Any], torch.Tensor]:
+def timed(model: Any, steps: list[Step], repeats: int, rows: int) -> tuple[dict[str, Any], torch.Tensor]:
     """Seconds of all micro-batches after two untimed runs of the first, and the peak of memory; the log-probs.
 
     Args:
         model, steps, rows: what runs, and its rows of all micro-batches.
         repeats: of all micro-batches.
-        compiled: whether what was compiled before has the shapes of these steps.
     """
     model.zero_grad(set_to_none=True)
-    if not compiled:
-        torch._dynamo.reset()
+    torch._dynamo.reset()
     begun = time.perf_counter()
     for _ in range(2):  # what is compiled may be compiled again for what the first backward leaves
         steps[0]()
@@ -340,7 +318,7 @@ def measure(run: Run, cases: dict[str, Group], ways: list[str]) -> Iterator[tupl
             stock, found["stock_attention_seconds"] = stock_attention.fastest(run.micro_batch, length, *heads)
         found["stock_attention"] = stock
         first: torch.Tensor | None = None
-        for way in (way for way in ways if way != "shares"):
+        for way in ways:
             row = tried(partial(one_way, run, model, group, way, stock))
             if "error" not in row:
                 logp = row.pop("logp")
@@ -354,13 +332,6 @@ def measure(run: Run, cases: dict[str, Group], ways: list[str]) -> Iterator[tupl
                     row["of_flop_ratio"] = row["packed_is_faster_by"] / found["flop_ratio"][way]
             found["rows"][way] = row
             yield figures, {f"{name}, {way}": row}
-    for ranks in SHARES if "shares" in ways else ():
-        name, group = next(iter(cases.items()))
-        found = figures["cases"][name]
-        whole = found["rows"].get("packed", {}).get("median")
-        of_ranks = tried(partial(shares, run, model, group, ranks, whole))
-        found.setdefault("shares", {})[str(ranks)] = of_ranks
-        yield figures, {f"{name}, {ranks} shares": of_ranks}
 
 
 def one_way(run: Run, model: Any, group: Group, way: str, stock: str) -> dict[str, Any]:
@@ -372,20 +343,6 @@ def one_way(run: Run, model: Any, group: Group, way: str, stock: str) -> dict[st
         with attention_of_sequences(model, stock):
             found, logp = timed(model, steps, run.stock_repeats, group.rows(False))
     return found | {"logp": logp}
-
-
-def shares(run: Run, model: Any, group: Group, ranks: int, whole: float | None) -> list[dict[str, Any]]:
-    """Measure each rank's share alone; with `whole`, the seconds of one rank that has all rows, also its part of
-    them."""
-    rows, found = -(-group.rows(True) // ranks), []
-    for rank in range(ranks):
-        with one_of(model, ranks):
-            one, _ = timed(model, packed_steps(run, model, group, (rank, ranks)), run.repeats, rows, rank > 0)
-        one["part_of_flops"] = flops_of_rank(run.model, group, ranks, rank) / flops(run.model, group, True)
-        if whole:
-            one["part_of_seconds"] = one["median"] / whole
-        found.append(one)
-    return found
 
 
 # ---------------------------------------------------------------- several GPUs

@@ -1,5 +1,5 @@
-"""Count the floating-point operations and bytes of packed groups and replicated sequences in a dense or hybrid model,
-and how context parallelism divides them among ranks."""
+"""Count the floating-point operations of packed groups and replicated sequences in a dense or hybrid
+model."""
 
 from __future__ import annotations
 
@@ -111,30 +111,3 @@ def flops(model: Model, group: Group, packed: bool, head_on_all_rows: bool = Fal
 def saving(model: Model, group: Group, head_on_all_rows: bool = False) -> float:
     """FLOPs of replicated sequences over the FLOPs of packed groups; the packed head runs on response tokens alone."""
     return flops(model, group, False, head_on_all_rows) / flops(model, group, True)
-
-
-# ---------------------------------------------------------------- context parallelism
-BYTES = 2  # of a number
-
-
-def predicted_by(group: Group, ranks: int, rank: int) -> int:
-    """Response tokens that a rank's rows predict, in the packing order of :func:`dualkv.pack`."""
-    rows = -(-group.rows(True) // ranks)
-    start, end = rank * rows, (rank + 1) * rows
-    found, one = 0, group.rows(True) // group.groups
-    for i in range(group.groups):
-        first = i * one + group.prompt_len - 1  # the prompt's last row predicts the first token of every response
-        last = first + group.responses * group.response_len
-        found += group.responses * (start <= first < end) if group.response_len else 0
-        # Rows behind it predict a token each, but for the last of every response.
-        for j in range(group.responses):
-            begin = first + 1 + j * group.response_len
-            found += max(0, min(end, begin + group.response_len - 1, last) - max(start, begin))
-    return found
-
-
-def flops_of_rank(model: Model, group: Group, ranks: int, rank: int) -> float:
-    """Count the part of :func:`flops` of packed groups that one context-parallel rank computes: a share of the rows in
-    the layers, of the heads in attention, and the head for the tokens that its rows predict."""
-    layers = flops(model, group, True) - 6.0 * model.weights_of_head * group.tokens
-    return layers / ranks + 6.0 * model.weights_of_head * predicted_by(group, ranks, rank)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import os
 import statistics
 import sys
@@ -53,7 +52,6 @@ from dualkv.integrations.verl import MODEL_TYPE, work
 from dualkv.integrations.verl.balance import rollouts_by_tag
 from dualkv.models import CONFIGS
 from tools.bench import ragged, stock_attention, ulysses, verl_options
-from tools.bench.profiled import write_profile
 from tools.bench.random_weights import random_model, random_shards, save_config
 from tools.bench.record import JsonPath, Record
 from tools.bench.verl_options import Algorithm, Engine
@@ -345,11 +343,11 @@ def claim_memory() -> None:
         torch.empty(max(torch.cuda.mem_get_info()[0] - RESERVE, 0), dtype=torch.uint8, device="cuda")
 
 
-def measure(s: Common, worker: Any, fresh: bool, profile: Path | None = None) -> dict[str, Any]:
+def measure(s: Common, worker: Any, fresh: bool) -> dict[str, Any]:
     """Updates on the ranks of the default process group, each of all rollouts; the same figures on every rank.
 
     Before a fresh worker is measured it makes one update of a few rollouts, and its allocator takes the memory that is
-    free, as it would have after some updates. `profile` gets the first rank's profile of one more update.
+    free, as it would have after some updates.
     """
     set_loss(worker, s)
     engine, ranks = worker.engine, worker.engine.get_data_parallel_size()
@@ -393,10 +391,6 @@ def measure(s: Common, worker: Any, fresh: bool, profile: Path | None = None) ->
     }
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, (peak_gib, means))
-    if profile is not None and dist.get_rank() == 0:
-        write_profile(lambda: update(len(data)), profile)
-    elif profile is not None:
-        update(len(data))
 
     prompt_lens, response_lens = (data[name].offsets().diff().tolist() * ranks for name in ("prompts", "responses"))
     rollouts = rollouts_by_tag(list(range(len(prompt_lens))), prompt_lens, response_lens)  # shared tokens do not count
@@ -417,7 +411,6 @@ def measure_all(
     build: Callable[[Kind], Any],
     distance_on: list[str] | None = None,
     check: Check = lambda *_: {},
-    profile: Path | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Settings and figures of each row, or why it failed; neighbours that can share a worker do.
 
@@ -425,7 +418,7 @@ def measure_all(
 
     `distance_on` names traces: their rows get the distance of gradients from the gradients of veRL's own engine in
     fp32, by norms, before the worker makes any step, with that engine's old log-probs. The host keeps the gradients in
-    fp32. `profile` is a folder, which gets a file of each row.
+    fp32.
     """
     worker: Any = None
     of: Kind | None = None
@@ -440,7 +433,7 @@ def measure_all(
             old[name] = log_probs_on(replace(first, trace=name), worker)
             exact[name] = gradients_on(replace(first, trace=name), worker, old[name], True)
         worker = None
-    for number, s in enumerate(rows):
+    for s in rows:
         start = time.perf_counter()
         try:
             fresh = of is None or not s.same_worker(of)
@@ -457,7 +450,7 @@ def measure_all(
                     name: apart(gradients_on(replace(s, trace=name), worker, old[name]), wanted)
                     for name, wanted in exact.items()
                 }
-            found = measure(s, worker, fresh, None if profile is None else profile / f"{number}.txt") | checked
+            found = measure(s, worker, fresh) | checked
             if s.trace in distances:
                 found["gradients_from_fp32"] = distances[s.trace]
             found |= {"build_seconds": built - start, "measure_seconds": time.perf_counter() - built}
@@ -517,18 +510,13 @@ def run(
     build: Callable[[Kind], Any],
     distance_on: list[str] | None = None,
     check: Check = lambda *_: {},
-    profile: Path | None = None,
 ) -> None:
     """Measures rows on the ranks that torchrun started (:func:`measure_all`); the first rank prints and writes."""
     if get_device_name() == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if get_device_name() == "cuda" else "gloo")
     record, done = Record(json_to, get_device_name() == "cuda"), list[dict[str, Any]]()
-    if profile is not None:
-        logging.basicConfig()
-        logging.getLogger("dualkv").setLevel(logging.INFO)  # walks log their plans
-        profile.mkdir(parents=True, exist_ok=True)
-    for figures in measure_all(listed, build, distance_on, check, profile):
+    for figures in measure_all(listed, build, distance_on, check):
         done.append(figures)
         if dist.get_rank() == 0:
             record.write({"rows": done})
@@ -580,17 +568,14 @@ def main(
         list[str] | None, typer.Option(help="Compare gradients with fp32 on these traces, of which there are rows.")
     ] = None,
     rows: verl_options.Rows = None,
-    profile: Annotated[
-        Path | None, typer.Option(help="Folder for profiles of one more update of each row, as text.")
-    ] = None,
 ) -> None:
     """Measure policy updates of one engine; the first rank prints and writes the figures."""
-    of_run = "json_to", "rows", "distance", "profile", "of_run"
+    of_run = "json_to", "rows", "distance", "of_run"
     given = {name: value for name, value in locals().items() if name not in of_run}
     listed = [settings_of(given | row, Settings) for row in (json.loads(rows.read_text()) if rows else [{}])]
     if unknown := sorted({*(distance or [])} - {s.trace for s in listed if s.trace}):
         raise typer.BadParameter(f"--distance is {', '.join(unknown)}, expected traces of rows")
-    run(listed, json_to, build, distance, profile=profile)
+    run(listed, json_to, build, distance)
 
 
 if __name__ == "__main__":
