@@ -280,7 +280,7 @@ def make_step(
     else:
         cls = trl.GRPOTrainer if way == "padded" else partial(GRPOTrainer, fast=way == "fast")
         step = of_trainer(cls, model, s, rollouts, s.micro_batch if way == "split" else None)
-    if s.checkpointing and way != "fast":  # which sets what layers keep
+    if s.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     return model, step, seconds
