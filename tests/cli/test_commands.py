@@ -25,15 +25,13 @@ def test_demo_prints_the_comparison(run: Run, tmp_path: Path) -> None:
     code, out, err = run(*SMALL, "--json", str(tmp_path / "demo.json"))
     assert code == 0, err
     for text in (
-        "GRPO, 1 update of tiny",
+        "1 x GRPO update of tiny",
         "tokens computed",
         "forward",
         "backward",
         "total time",
         "log-probs, absolute",
         "gradients, relative",
-        "updated weights, relative",
-        "reward, packed",
         "EXACT TO ROUNDING: largest difference",
     ):
         assert text in out
@@ -46,9 +44,8 @@ def test_demo_prints_the_comparison(run: Run, tmp_path: Path) -> None:
 def test_demo_of_several_turns(run: Run, tmp_path: Path) -> None:
     code, out, err = run(*SMALL, "--turns", "2", "--responses", "3", "--json", str(tmp_path / "x"))
     assert code == 0, err
-    for text in ("tree saves", "reward, tree", "EXACT TO ROUNDING: packed: largest difference", "tree runs at"):
-        assert text in " ".join(out.split())
-    assert set(json.loads((tmp_path / "x").read_text())["updates"]) == {"packed", "tree"}
+    assert "EXACT TO ROUNDING: largest difference" in out
+    assert set(json.loads((tmp_path / "x").read_text())["ways"]) == {"replicated", "tree"}
 
 
 def test_tables_are_wide_where_no_terminal_shows_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,12 +57,12 @@ def test_tables_are_wide_where_no_terminal_shows_them(monkeypatch: pytest.Monkey
 
 
 def test_json_has_standard_output_to_itself(run: Run) -> None:
-    code, out, err = run(*SMALL, "--json", "-", "--check")
+    code, out, err = run(*SMALL, "--json", "-", "--dtype", "bfloat16")
     assert code == 0
     data = json.loads(out)
     assert data["exact"] is True
     assert set(data["to_truth"]) == {"replicated", "packed"}
-    assert "distance from float64" in err
+    assert "distance from float32" in err
 
 
 def test_two_ways_that_differ_exit_non_zero(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,8 +78,7 @@ def test_rollouts_from_a_file(run: Run, tmp_path: Path) -> None:
     path.write_text('{"prompt": "What is a tuple?", "responses": ["A list.", "Fixed."], "rewards": [0, 1]}\n')
     code, out, err = run("demo", "--rollouts", str(path), "--device", "cpu")
     assert code == 0, err
-    assert "GRPO, 3 updates" in out
-    assert "reward" not in out
+    assert "3 x GRPO update" in out
 
 
 def bad_file(folder: Path, text: str) -> str:
@@ -93,7 +89,8 @@ def bad_file(folder: Path, text: str) -> str:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["demo", "--steps", "0"], "steps is 0, expected 1 or more"),
+        (["demo", "--steps", "0"], "Invalid value for '--steps'"),
+        (["demo", "--dtype", "int8"], "dtype is 'int8', expected one of float64, "),
         (["demo", "--steps", "many"], "--steps"),
         (["demo", "--colour", "red"], "--colour"),
         (["demon"], "demon"),
@@ -154,8 +151,8 @@ def test_failures_inside(run: Run, monkeypatch: pytest.MonkeyPatch, error: BaseE
 
 
 def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["dualkv", "demo", "--steps", "0", "--debug"])
-    with pytest.raises(ValueError, match="steps is 0"):
+    monkeypatch.setattr(sys, "argv", ["dualkv", "demo", "--dtype", "int8", "--debug"])
+    with pytest.raises(ValueError, match="dtype is 'int8'"):
         commands.main()
 
 

@@ -1,4 +1,4 @@
-"""Rollouts from files, good and bad, the byte-level tokenizer, prompts and rewards, and live sampling."""
+"""Rollouts from files, good and bad, the byte-level tokenizer, and drawn rollouts."""
 
 import json
 import re
@@ -10,9 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualkv.data.rollouts import ByteTokenizer, load_tokenizer, plain_text_reward, read_rollouts, topic_prompts
-from dualkv.demo.sampling import sample_responses, sample_turns
-from dualkv.models import load_model
+from dualkv.data.rollouts import ByteTokenizer, draw_rollouts, load_tokenizer, read_rollouts, topic_prompts
 
 GOOD = {"prompt": "hi", "responses": ["a", "bc"], "rewards": [0, 1.5]}
 
@@ -31,7 +29,6 @@ def test_reads_text_and_token_ids(tmp_path: Path) -> None:
     assert rollouts.rewards == [[0.0, 1.5], [-1.0, 2.0]]
     assert rollouts.group_sizes == [2, 2]
     assert rollouts.response_lens == [1, 2, 0, 1]
-    assert rollouts.mean_reward == pytest.approx(2.5 / 4)
     assert all(r.dtype == torch.int64 for group in rollouts.responses for r in group)
 
 
@@ -161,72 +158,21 @@ def test_topic_prompts_are_windows_of_real_text() -> None:
     assert [len(p) for p in prompts] == [500] * 3
     assert all(torch.equal(a, b) for a, b in zip(prompts, again, strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(prompts, other, strict=True))
-    assert plain_text_reward(tokenizer.decode(prompts[0].tolist())) > 0.5
     for length in (0, 10**9):
         with pytest.raises(ValueError, match=f"prompt_len is {length}, expected 1 to "):
             topic_prompts(tokenizer, length, 1, seed=0)
 
 
-def test_sampling_follows_the_model() -> None:
-    """Samples equal those drawn with the same random numbers from full forward passes without a cache."""
-    model = load_model("tiny", torch.float64, torch.device("cpu"), seed=0)
-    prompts = topic_prompts(ByteTokenizer(), 9, 2, seed=0)
-    got = sample_responses(model, prompts, 3, 6, vocab_size=257, eos_id=256, seed=7)
-    uniform = torch.rand(2, 3, 6, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-    for g, group in enumerate(got):
-        for i, response in enumerate(group):
-            ids = prompts[g].tolist()
-            with torch.no_grad():
-                for t in range(6):
-                    cumulative = model(torch.tensor([ids])).logits[0, -1, :257].softmax(-1).cumsum(-1)
-                    ids.append(int((cumulative <= uniform[g, i, t]).sum()))
-                    if ids[-1] == 256:
-                        break
-            assert response.tolist() == ids[9:]
-
-
-def test_sampling_stops_at_the_end_of_text() -> None:
-    model = load_model("tiny", torch.float32, torch.device("cpu"), seed=0)
-    prompts = topic_prompts(ByteTokenizer(), 5, 2, seed=0)
-    (free, _), seen = sample_responses(model, prompts, 2, 8, vocab_size=257, eos_id=None, seed=0), []
-    eos = int(free[0][3])
-    track = lambda items, what, total: (seen.append(total), items)[1]  # noqa: E731
-    stopped = sample_responses(model, prompts, 2, 8, vocab_size=257, eos_id=eos, seed=0, track=track)
-    assert free[0].shape == (8,)
-    first = free[0].tolist().index(eos)
-    assert stopped[0][0].tolist() == free[0].tolist()[: first + 1]
-    assert seen == [8]
-
-
-def test_sampling_in_several_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = load_model("tiny", torch.float64, torch.device("cpu"), seed=0)
-    prompts = topic_prompts(ByteTokenizer(), 5, 3, seed=0)
-    whole = sample_responses(model, prompts, 2, 4, vocab_size=257, eos_id=None, seed=0)
-    monkeypatch.setattr("dualkv.demo.sampling.CACHE_BYTES", 1)
-    apart = sample_responses(model, prompts, 2, 4, vocab_size=257, eos_id=None, seed=0)
-    assert [[r.tolist() for r in g] for g in whole] == [[r.tolist() for r in g] for g in apart]
-
-
-@pytest.mark.parametrize(("rollouts", "turns", "distinct"), [(6, 3, [2, 4, 6]), (5, 2, [2, 5]), (1, 3, [1, 1, 1])])
-def test_sampled_turns_branch(rollouts: int, turns: int, distinct: list[int]) -> None:
-    """Each turn is what the model samples behind all that came before; some turns are shared, answers by everybody."""
-    model = load_model("tiny", torch.float64, torch.device("cpu"), seed=0)
-    texts = topic_prompts(ByteTokenizer(), 9, 2, seed=0)
-    answers = [topic_prompts(ByteTokenizer(), 3, turns - 1, seed=g + 1) for g in range(2)]
-    responses, masks, _ = sample_turns(model, texts, answers, rollouts, 4, vocab_size=257, seed=7)
-    for prompt, group, mask, answer in zip(texts, responses, masks, answers, strict=True):
-        assert [len(r) for r in group] == [4 * turns + 3 * (turns - 1)] * rollouts
+@pytest.mark.parametrize(("responses", "turns", "distinct"), [(6, 3, [2, 4, 6]), (5, 2, [2, 5]), (1, 3, [1, 1, 1])])
+def test_drawn_turns_branch(responses: int, turns: int, distinct: list[int]) -> None:
+    drawn = draw_rollouts(ByteTokenizer(), 2, 9, responses, 4, turns, seed=7)
+    assert [len(p) for p in drawn.prompts] == [9, 9]
+    assert drawn.masks is not None
+    for group, masks in zip(drawn.responses, drawn.masks, strict=True):
+        assert len(group) == responses
         for turn in range(turns):
-            at = turn * 7
-            assert len({tuple(r[: at + 4].tolist()) for r in group}) == distinct[turn]
-            if turn + 1 < turns:
-                assert all(torch.equal(r[at + 4 : at + 7], answer[turn]) for r in group)
-        assert all(m.tolist() == (([True] * 4 + [False] * 3) * turns)[:-3] for m in mask)
-        # The first of the last turn, sampled once more from its whole context.
-        context = torch.cat([prompt, group[0][:-4]])
-        before = min(rollouts, 2 ** (turns - 1))
-        again = sample_responses(
-            model, [context], -(-rollouts // before), 4, vocab_size=257, eos_id=None, seed=7 + ((turns - 1) << 20)
-        )
-        if prompt is texts[0]:  # the random numbers of the first context are the same alone
-            assert torch.equal(again[0][0], group[0][-4:])
+            written = slice(8 * turn, 8 * turn + 4)
+            assert len({tuple(r[: written.stop].tolist()) for r in group}) == distinct[turn]
+            assert len({tuple(r[written.stop : written.stop + 4].tolist()) for r in group}) == 1, "an answer to all"
+        assert all(m.tolist() == (([True] * 4 + [False] * 4) * turns)[:-4] for m in masks)
+    assert draw_rollouts(ByteTokenizer(), 2, 9, responses, 4, 1, seed=7).masks is None

@@ -36,10 +36,10 @@ import typer
 
 from dualkv.bench.run import in_words
 from dualkv.data.rollouts import Rollouts
-from dualkv.demo.update import ModelBatch, packed_batches, replicated_batches
 from dualkv.integrations import patching
 from dualkv.integrations.recurrent import kernels, rules, waves
 from dualkv.integrations.transformers import disable, enable, recompute_layers
+from dualkv.integrations.transformers.batches import ModelBatch, packed_batches, replicated_batches
 from dualkv.integrations.transformers.recurrent import install, on_reference, seams
 from dualkv.layout import Layout
 from tools.bench import stock_attention

@@ -17,8 +17,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from dualkv.demo.update import ModelBatch, packed_batches, replicated_batches
 from dualkv.integrations.transformers import enable, recompute_layers
+from dualkv.integrations.transformers.batches import ModelBatch, packed_batches, replicated_batches
 from dualkv.models import CONFIGS
 from tools.bench import stock_attention
 from tools.bench.record import JsonPath, Record

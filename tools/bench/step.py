@@ -22,8 +22,8 @@ import typer
 
 from dualkv.bench.run import in_words
 from dualkv.data.rollouts import Rollouts
-from dualkv.demo.update import ModelBatch, packed_batches, replicated_batches
 from dualkv.integrations.transformers import enable, head, recompute_layers
+from dualkv.integrations.transformers.batches import ModelBatch, packed_batches, replicated_batches
 from dualkv.logprobs import response_logprobs
 from dualkv.models import CONFIGS
 from tools.bench import stock_attention

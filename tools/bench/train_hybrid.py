@@ -9,7 +9,7 @@ weights in fp32.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from statistics import mean
 from typing import Annotated, Any
 
@@ -19,8 +19,8 @@ from rich.progress import track
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dualkv.data.rollouts import Rollouts
-from dualkv.demo.update import PolicyTrainer
-from dualkv.grpo import ALGORITHMS
+from dualkv.grpo import ALGORITHMS, group_advantages, policy_loss, token_weights
+from dualkv.integrations.transformers import batches, enable
 from dualkv.models import CONFIGS
 from tools.bench.record import JsonPath, Record
 from tools.bench.symbols import SYMBOLS, Task
@@ -52,8 +52,9 @@ def train(way: str, task: Task, updates: int, learning_rate: float, seed: int, n
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODEL)).to(device).eval()
-    rows = task.groups * task.responses * (task.prompt_len + task.response_len)  # all at once, in both ways
-    trainer = PolicyTrainer(model, way, replace(ALGORITHMS["grpo"], kl_coef=0.0), rows, learning_rate)
+    if way == "packed":
+        enable(model)
+    optimizer, grpo = torch.optim.AdamW(model.parameters(), lr=learning_rate), ALGORITHMS["grpo"]
     for update in track(range(updates), way):
         with torch.autocast(device.type, torch.bfloat16, enabled=narrow):
             prompts = task.prompts(seed + update)
@@ -61,8 +62,18 @@ def train(way: str, task: Task, updates: int, learning_rate: float, seed: int, n
             rewards = task.rewards(prompts, responses)
             yield round(float(rewards.sum()) * task.response_len)
             rollouts = Rollouts(list(prompts), [list(group) for group in responses], rewards.tolist())
-            trainer.gradients(trainer.prepare(rollouts, only_first=True))
-        trainer.step()
+            lens = rollouts.response_lens
+            advantages = group_advantages(rewards.flatten(), rollouts.group_sizes).repeat_interleave(torch.tensor(lens))
+            weights = token_weights(lens, grpo.mean)
+            rows = task.groups * batches.rows_of_one_group(rollouts)  # all at once, in both ways
+            [batch] = batches.WAYS[way](rollouts, rows, device)
+            logp, _ = batch.logprobs(model.train())
+            advantages, weights = advantages.to(device)[batch.places], weights.to(device)[batch.places]
+            loss, _ = policy_loss(logp, logp.detach(), advantages, weights, grpo.clip_low, grpo.clip_high)
+            loss.backward()
+        model.eval()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def main(

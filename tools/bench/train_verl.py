@@ -23,10 +23,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 
-from dualkv.demo.sampling import sample_responses
 from dualkv.grpo import group_advantages
 from tools.bench.record import JsonPath, Record
 from tools.bench.symbols import SYMBOLS, Task
+from tools.bench.train_hybrid import sample
 from tools.bench.verl import Settings, log_probs_of, make_batch, make_worker, set_log_probs
 from tools.bench.verl_options import Algorithm, Engine
 
@@ -92,10 +92,7 @@ def train(settings: Settings, task: Task, folder: Path, seed: int) -> Iterator[i
     for update in track(range(settings.updates), settings.engine.value):
         copy_weights(worker, model)
         prompts = task.prompts(seed + update)
-        sampled = sample_responses(
-            model, list(prompts), task.responses, task.response_len, SYMBOLS, None, seed=seed + update
-        )
-        responses = torch.stack([torch.stack(group) for group in sampled])
+        responses = sample(model, prompts, task, seed + update)
         scores = task.rewards(prompts, responses)
         yield round(float(scores.mean()) * responses.numel())
         flat, repeated = responses.flatten(0, 1), prompts.repeat_interleave(task.responses, 0)

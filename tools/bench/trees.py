@@ -38,8 +38,8 @@ from dualkv.branches import Branch
 from dualkv.data.gain import Gain
 from dualkv.data.parts import TreePart
 from dualkv.data.trees import PackedSequences, pack_sequences, plan_sequences
-from dualkv.demo.update import ModelBatch
 from dualkv.integrations.transformers import disable, enable, head, recompute_layers
+from dualkv.integrations.transformers.batches import ModelBatch
 from dualkv.logprobs import response_logprobs
 from dualkv.models import CONFIGS
 from dualkv.prefixes import read_sequences
