@@ -20,18 +20,15 @@ def test_ways_compute_the_same(monkeypatch):
     monkeypatch.setitem(CONFIGS, "smallest", SIZES | {"model_type": "qwen3", "num_hidden_layers": 6})
     sizes = bench.Sizes("smallest", 2, 1, 16, "float32")
     jobs = ["60x6x8@76:0.9"]
-    for figures in bench.measure(sizes, jobs, list(bench.PARTS), ["40", "20all"], CPU):
+    for figures in bench.measure(sizes, jobs, list(bench.PARTS), CPU):
         made = figures["jobs"]
     assert list(made) == jobs
     for of_job in made.values():
-        assert of_job["whole_model"]["layers"] == 6
         for part, ways in of_job["parts"].items():
             assert ways["walked"]["memory"] < of_job["limit"]
             assert ways["walked"]["bytes"] < 1.05 * ways["walked"]["planned_bytes"] or part == "update"
-            assert ways["20all"]["keep_all"] == ways["20all"]["parts"] > ways["40"]["parts"]
-            for way in ("walked", "values", "40", "20all"):
-                assert ways[way]["sum"] == pytest.approx(ways["cut"]["sum"], rel=1e-4)
-                assert f"{way} {ways[way]['median']:.3f} s" in bench.line("group", part, ways)
+            assert ways["walked"]["sum"] == pytest.approx(ways["cut"]["sum"], rel=1e-4)
+            assert f"walked {ways['walked']['median']:.3f} s" in bench.line("group", part, ways)
 
 
 @pytest.mark.parametrize("text", ["60x6x8", "60x6@9:1", "nothing@9:1"])

@@ -23,7 +23,6 @@ import copy
 import math
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -42,11 +41,10 @@ from dualkv.integrations.transformers import disable, enable, recompute_layers
 from dualkv.integrations.transformers.batches import ModelBatch, packed_batches, replicated_batches
 from dualkv.integrations.transformers.recurrent import install, on_reference, seams
 from dualkv.layout import Layout
-from tools.bench import stock_attention
+from tools.bench import harness, stock_attention
 from tools.bench.record import JsonPath, Record
-from tools.bench.repeats import repeated, wait
 from tools.bench.shares import alone, share_of
-from tools.bench.step import Sizes, make_model, make_rollouts, step
+from tools.bench.step import Sizes, loss_weights, make_model, step
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ def timed(model: Any, run: Callable[[list[ModelBatch]], Any], batches: list[Mode
         run([batch])
     model.zero_grad(set_to_none=True)
     rows = sum(batch.tokens for batch in batches)
-    found, _ = repeated(lambda: run(batches), repeats, model.zero_grad)
+    found, _ = harness.repeated(lambda: run(batches), repeats, model.zero_grad)
     return {"rows": rows, "micro_batches": len(batches)} | found
 
 
@@ -117,10 +115,10 @@ def both_ways(
     model: Any, batches: dict[str, list[ModelBatch]], attention: str, sizes: Sizes, tokens: int, head: bool
 ) -> Iterator[dict[str, Any]]:
     """The figures of packed, then of both ways and their ratio."""
-    weights = torch.randn(tokens, generator=torch.Generator().manual_seed(1)).to(model.device) / tokens
+    weights = loss_weights(tokens, model.device)
 
     def run(some: list[ModelBatch]) -> None:
-        step(model, some, weights, False, sizes.chunk_size) if head else decoder_step(model, some)
+        step(model, some, weights, sizes.chunk_size) if head else decoder_step(model, some)
 
     found: dict[str, Any] = {}
     enable(model)
@@ -167,11 +165,7 @@ def mixer(model: Any, sizes: Sizes) -> dict[str, Any]:
 
 def seconds_of(layer: Any, x: torch.Tensor, dualkv: Any, gradient: torch.Tensor) -> float:
     """Seconds of a forward and backward of a layer."""
-    wait()
-    start = time.perf_counter()
-    layer(x, dualkv=dualkv).backward(gradient)
-    wait()
-    seconds = time.perf_counter() - start
+    seconds, _ = harness.seconds_of(lambda: layer(x, dualkv=dualkv).backward(gradient))
     layer.zero_grad(set_to_none=True)
     x.grad = None
     return seconds
@@ -211,14 +205,14 @@ def shares(model: Any, sizes: Sizes) -> dict[str, Any]:
 def distance(model: Any, rollouts: Rollouts, attention: str, sizes: Sizes) -> dict[str, Any]:
     """Root mean square of log-probs and norm of gradients, as differences from fp32 relative to fp32's."""
     device, total = model.device, rollouts.trained_lens
-    weights = torch.randn(sum(total), generator=torch.Generator().manual_seed(1)).to(device) / sum(total)
+    weights = loss_weights(sum(total), device).float()
     budget = sizes.micro_batch * (max(map(len, rollouts.flat_prompts)) + max(total))
 
     def of(some: Any, batches: list[ModelBatch]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        logp = step(some, batches, weights.float(), False, sizes.chunk_size)
-        gradients = {name: p.grad for name, p in some.named_parameters() if p.grad is not None}
+        logp = step(some, batches, weights, sizes.chunk_size)
+        gradients = harness.gradients_of(some)
         some.zero_grad(set_to_none=True)
-        return logp.double(), gradients
+        return logp, gradients
 
     replicated = replicated_batches(rollouts, budget, device)
     wide = copy.deepcopy(model).float()
@@ -233,11 +227,7 @@ def distance(model: Any, rollouts: Rollouts, attention: str, sizes: Sizes) -> di
         else:
             model.config._attn_implementation = {"": attention}
             logp, gradients = of(model, replicated)
-        apart, norm = (
-            sum(float(x.double().square().sum()) for x in some) ** 0.5
-            for some in ((gradients[name] - g for name, g in expected.items()), expected.values())
-        )
-        found[way] = {"logp_rms": float((logp - truth).square().mean().sqrt()), "gradients": apart / norm}
+        found[way] = {"logp_rms": harness.rms(logp, truth), "gradients": harness.apart(gradients, expected)}
         del gradients
     pairs = {name: (found["packed"][name], found["replicated"][name]) for name in found["packed"]}
     found["packed_over_replicated"] = {name: a / b if b else math.nan for name, (a, b) in pairs.items()}
@@ -252,23 +242,16 @@ def measure(
     sizes: Sizes, short: Groups, near: Groups, parts: list[str], device: torch.device
 ) -> Iterator[dict[str, Any]]:
     """The figures after each part; a part that fails says why, and the others run."""
-    length = sizes.prompt_len + sizes.response_len
     figures: dict[str, Any] = {}
     model: Any = recompute_layers(make_model(sizes, device))
     heads = model.config.num_attention_heads, model.config.num_key_value_heads, model.config.head_dim
-    stock, tried = stock_attention.fastest(sizes.micro_batch, length, *heads) if device.type == "cuda" else ("math", {})
+    stock, tried = "math", dict[str, float | str]()
+    if device.type == "cuda":
+        stock, tried = stock_attention.fastest(sizes.micro_batch, sizes.length, *heads)
     figures |= {"stock_attention": stock, "stock_attention_seconds": tried}
-    registered, own = stock_attention.register(stock, length), model.config._attn_implementation
-
-    def of(rollouts: Rollouts, packed: int, replicated: int) -> tuple[dict[str, list[ModelBatch]], int]:
-        ways = {
-            "packed": packed_batches(rollouts, packed, device),
-            "replicated": replicated_batches(rollouts, replicated, device),
-        }
-        return ways, sum(rollouts.trained_lens)
+    registered, own = stock_attention.register(stock, sizes.length), model.config._attn_implementation
 
     def run(part: str) -> Iterator[dict[str, Any]]:
-        budget = sizes.micro_batch * length
         if part == "mixer":
             yield mixer(model, sizes)
         elif part == "shares":
@@ -276,11 +259,15 @@ def measure(
         elif part == "distance":
             yield distance(model, near.rollouts(model.config.vocab_size), own, sizes)
         elif part == "short groups":
-            ways, tokens = of(short.rollouts(model.config.vocab_size), budget, budget)
-            yield from both_ways(model, ways, "sdpa", sizes, tokens, True)
+            budget, rollouts = sizes.micro_batch * sizes.length, short.rollouts(model.config.vocab_size)
+            ways = {
+                "packed": packed_batches(rollouts, budget, device),
+                "replicated": replicated_batches(rollouts, budget, device),
+            }
+            yield from both_ways(model, ways, "sdpa", sizes, sum(rollouts.trained_lens), True)
         else:
-            ways, tokens = of(make_rollouts(sizes), sizes.prompt_len + sizes.responses * sizes.response_len, budget)
-            yield from both_ways(model, ways, registered, sizes, tokens, part == "step")
+            tokens = sizes.responses * sizes.response_len
+            yield from both_ways(model, sizes.batches(device), registered, sizes, tokens, part == "step")
 
     with convolutions_of_the_library(model):
         for part in parts:
@@ -312,10 +299,9 @@ def main(
 ) -> None:
     """Measure a hybrid model packed and replicated; figures are written after each part."""
     sizes = Sizes(model, layers, responses, prompt_len, response_len, micro_batch, repeats, chunk_size, dtype)
-    cuda = torch.cuda.is_available()
-    record = Record(json_to, cuda)
+    device = harness.best_device()
+    record = Record(json_to, device.type == "cuda")
     many, few = (Groups(*map(int, some.split(","))) for some in (short, near))
-    device = torch.device("cuda" if cuda else "cpu")
     for figures in measure(sizes, many, few, only.split(";") if only else list(PARTS), device):
         settings = {"sizes": asdict(sizes), "short": asdict(many), "near": asdict(few)}
         record.write({**settings, **figures})

@@ -10,7 +10,6 @@ compute checkpointed layers again, and only rows that predict text of responses 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
@@ -23,8 +22,8 @@ from torch.nn.functional import pad
 import dualkv
 from dualkv.integrations.transformers import enable, head, recompute_layers
 from dualkv.models import CONFIGS
+from tools.bench import harness
 from tools.bench.record import JsonPath, Record
-from tools.bench.repeats import repeated
 
 IMAGE, START, END = 10, 11, 12  # with random weights any ids do
 ROPE = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
@@ -169,20 +168,6 @@ def run_replicated(model: Any, sizes: Sizes, group: Group, weights: torch.Tensor
     return torch.cat(found)
 
 
-def timed(
-    run: Callable[[], torch.Tensor], model: Any, repeats: int
-) -> tuple[dict[str, Any], torch.Tensor, dict[str, torch.Tensor]]:
-    """Seconds and memory of a forward and backward; log-probs [N, R] and gradients of the last one."""
-    gradients: dict[str, torch.Tensor] = {}
-
-    def take_gradients() -> None:
-        gradients.update((name, p.grad.cpu()) for name, p in model.named_parameters() if p.grad is not None)
-        model.zero_grad(set_to_none=True)
-
-    model.zero_grad(set_to_none=True)
-    return *repeated(run, repeats, take_gradients), gradients
-
-
 def flop_ratio(model: Any, sizes: Sizes, group: Group) -> float:
     """FLOP of a replicated forward over those of a packed one: products of the decoder, its head and the tower."""
 
@@ -213,7 +198,12 @@ def measure(sizes: Sizes, device: torch.device) -> dict[str, Any]:
     ratio = flop_ratio(model, sizes, group)
     held = torch.cuda.memory_allocated() / 2**30 if device.type == "cuda" else None
     warm = group._replace(responses=group.responses[: sizes.micro_batch])
-    rows, logps, gradients = {}, {}, {}
+    rows, logps, gradients = {}, {}, dict[str, dict[str, torch.Tensor]]()
+
+    def take_gradients() -> None:
+        gradients[way] = {name: gradient.cpu() for name, gradient in harness.gradients_of(model).items()}
+        model.zero_grad(set_to_none=True)
+
     few = Sizes(**asdict(sizes) | {"responses": sizes.micro_batch})
     ways = [("replicated", run_replicated, 1), ("packed", run_packed, sizes.repeats)]
     ways += [("walked", run_walked, sizes.repeats)] * (sizes.walk > 0)
@@ -222,20 +212,19 @@ def measure(sizes: Sizes, device: torch.device) -> dict[str, Any]:
             enable(model)
         run(model, few if way == "replicated" else sizes, warm if way == "replicated" else group,
             weights[: sizes.micro_batch] if way == "replicated" else weights)  # fmt: skip
-        rows[way], logps[way], gradients[way] = timed(partial(run, model, sizes, group, weights), model, repeats)
+        model.zero_grad(set_to_none=True)
+        rows[way], logps[way] = harness.repeated(partial(run, model, sizes, group, weights), repeats, take_gradients)
     apart = {}
     for way, part in product(list(rows)[1:], ("visual", "language_model", "lm_head")):
-        names = [name for name in gradients["replicated"] if part in name]
-        pairs = [(gradients[way][name].double(), gradients["replicated"][name].double()) for name in names]
-        error, norm = (sum(float(x.square().sum()) for x in of) ** 0.5 for of in (
-            [a - b for a, b in pairs], [b for _, b in pairs]))  # fmt: skip
-        apart[part if way == "packed" else f"{part}, {way}"] = error / norm
+        wanted = {name: x for name, x in gradients["replicated"].items() if part in name}
+        found = {name: gradients[way][name] for name in wanted}
+        apart[part if way == "packed" else f"{part}, {way}"] = harness.apart(found, wanted)
     return {
         "rows": rows,
         "times_as_fast": rows["replicated"]["median"] / rows["packed"]["median"],
         "flop_ratio": ratio,
         "weights_gib": held,
-        "logp_rms_apart": float((logps["packed"] - logps["replicated"]).double().square().mean().sqrt()),
+        "logp_rms_apart": harness.rms(logps["packed"], logps["replicated"]),
         "gradients_apart": apart,
     }
 
@@ -258,9 +247,9 @@ def main(
 ) -> None:
     """Measure forward and backward of a group with images, replicated and packed."""
     sizes = Sizes(layers, responses, response_len, images, side, text, micro_batch, repeats, tiny, turns, walk)
-    cuda = torch.cuda.is_available()
-    record = Record(json_to, cuda)
-    figures = measure(sizes, torch.device("cuda" if cuda else "cpu"))
+    device = harness.best_device()
+    record = Record(json_to, device.type == "cuda")
+    figures = measure(sizes, device)
     record.write({"sizes": asdict(sizes), **figures})
     for name, value in figures.items():
         print(name, value, flush=True)

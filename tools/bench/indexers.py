@@ -18,8 +18,8 @@ import typer
 from dualkv.integrations.transformers import enable, indexers, selfcheck
 from dualkv.layout import Layout
 from dualkv.ops import compiling, flex
+from tools.bench.harness import best_device, repeated
 from tools.bench.record import OptionalJsonPath, Record
-from tools.bench.repeats import repeated
 
 
 def make_layer(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
@@ -122,7 +122,7 @@ def main(
     repeats: Annotated[int, typer.Option(help="Timed runs.")] = 3,
 ) -> None:
     """Compare a layer with an indexer on a packed group and on the same sequences apart."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = best_device()
     record = Record(json_to, gpu=device.type == "cuda")
     torch.manual_seed(0)
     model = make_layer(published(heads, keys), device, torch.bfloat16)

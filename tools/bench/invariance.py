@@ -35,9 +35,8 @@ from dualkv.bench.workloads import EIGHT, SLOW, parse
 from dualkv.integrations.transformers import enable, head, recompute_layers
 from dualkv.integrations.transformers.invariant import differing_rows
 from dualkv.models import CONFIGS
-from tools.bench import stock_attention
+from tools.bench import harness, stock_attention
 from tools.bench.record import OptionalJsonPath, Record
-from tools.bench.repeats import wait
 
 HEADS = ((64, 64, 8, 1), (64, 64, 4, 4), (128, 128, 8, 2), (128, 128, 7, 1), (128, 128, 2, 2), (256, 256, 8, 4))
 OTHERS = ((96, 96, 4, 2), (192, 192, 4, 1), (192, 128, 4, 4), (512, 512, 4, 2))
@@ -269,13 +268,8 @@ def update(
 
 def updated(sizes: Update, device: torch.device, seconds: float, turns: int) -> dict[str, Any]:
     """Rows that differ and times of a model, each with and without `batch_invariant`."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    settings: dict[str, Any] = CONFIGS[sizes.model] | {"num_hidden_layers": sizes.layers}
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    torch.manual_seed(0)
-    with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(device).train()
+    config = harness.make_config(sizes.model, sizes.layers)
+    model = harness.make_model(config, "bfloat16", device)
     n, p, r = sizes.responses, sizes.prompt_len, sizes.response_len
     draw = torch.Generator().manual_seed(0)
     lengths = [r - (r - r // 4) * i // max(n - 1, 1) for i in range(n)]
@@ -423,13 +417,13 @@ def relative(apart: torch.Tensor, to: torch.Tensor) -> float:
 def milliseconds(call: Callable[[], Any], seconds: float) -> float:
     """Time of a call, the mean of as many as take so many seconds."""
     call()
-    wait()
+    harness.wait()
     begin, calls = time.perf_counter(), 0
     while time.perf_counter() - begin < seconds:
         for _ in range(3):
             call()
         calls += 3
-        wait()
+        harness.wait()
     return (time.perf_counter() - begin) / calls * 1e3
 
 

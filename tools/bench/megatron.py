@@ -9,7 +9,6 @@ Cases: of :data:`CASES`. Ways:
 
 - packed; the head runs on the rows that predict response tokens.
 - replicated: the same head.
-- stock: replicated, the head on all rows, as megatron-core computes its loss from labels.
 
 `torchrun --nproc-per-node 2 -m tools.bench.megatron --json ranks.json` runs two ranks, of which one of :data:`LAYOUTS`
 after the other is made: the time of a packed update, then log-probs and gradients of a small model against one GPU.
@@ -23,7 +22,6 @@ import copy
 import gc
 import os
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -40,16 +38,14 @@ from torch.utils.checkpoint import checkpoint
 import dualkv
 from dualkv.bench.run import in_words
 from dualkv.models import CONFIGS
-from tools.bench import stock_attention
+from tools.bench import harness, stock_attention
 from tools.bench.megatron_costs import Group, Model, flops, saving
 from tools.bench.record import JsonPath, Record
-from tools.bench.repeats import repeated, wait
 
 CASES = {
     "main": Group(32, 8192, 2048),
-    "long prompts": Group(8, 16384, 1024),
 }
-WAYS = "packed", "replicated", "stock"
+WAYS = "packed", "replicated"
 
 
 class Run(NamedTuple):
@@ -57,7 +53,6 @@ class Run(NamedTuple):
 
     model: Model
     micro_batch: int
-    stock_batch: int
     repeats: int
     stock_repeats: int
     chunk_size: int
@@ -248,25 +243,21 @@ def packed_steps(
     return [step]
 
 
-def replicated_steps(run: Run, model: Any, group: Group, head_on_all_rows: bool, at_once: int) -> list[Step]:
-    """One for each `at_once` sequences."""
+def replicated_steps(run: Run, model: Any, group: Group) -> list[Step]:
+    """One for each micro-batch of sequences."""
     prompts, responses = rollouts(run, group)
     ids = torch.stack([torch.cat([p, r]) for p, rs in zip(prompts, responses, strict=True) for r in rs]).to(run.device)
     weights = weights_of(run, group).flatten()
-    positions = torch.arange(ids.shape[1], device=run.device).expand(at_once, -1)
+    positions = torch.arange(ids.shape[1], device=run.device).expand(run.micro_batch, -1)
     asked = slice(group.prompt_len - 1, -1)  # rows that predict a response
 
     def step(some: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if head_on_all_rows:
-            loss = model(some, positions[: len(some)], None, labels=some.roll(-1, 1))
-            logp = -loss[:, asked].flatten()
-        else:
-            hidden = hidden_states(model, some, positions[: len(some)], None).transpose(0, 1)[:, asked].flatten(0, 1)
-            logp = logprobs(model, hidden, some[:, group.prompt_len :].flatten(), run.chunk_size)
+        hidden = hidden_states(model, some, positions[: len(some)], None).transpose(0, 1)[:, asked].flatten(0, 1)
+        logp = logprobs(model, hidden, some[:, group.prompt_len :].flatten(), run.chunk_size)
         (logp * weight).sum().backward()
         return logp.detach()
 
-    batches = zip(ids.split(at_once), weights.split(at_once * group.response_len), strict=True)
+    batches = zip(ids.split(run.micro_batch), weights.split(run.micro_batch * group.response_len), strict=True)
     return [partial(step, *batch) for batch in batches]
 
 
@@ -280,13 +271,11 @@ def timed(model: Any, steps: list[Step], repeats: int, rows: int) -> tuple[dict[
     """
     model.zero_grad(set_to_none=True)
     torch._dynamo.reset()
-    begun = time.perf_counter()
-    for _ in range(2):  # what is compiled may be compiled again for what the first backward leaves
-        steps[0]()
-    wait()
-    found: dict[str, Any] = {"rows": rows, "micro_batches": len(steps), "first": time.perf_counter() - begun}
+    # What is compiled may be compiled again for what the first backward leaves.
+    begun, _ = harness.seconds_of(lambda: [steps[0]() for _ in range(2)])
+    found: dict[str, Any] = {"rows": rows, "micro_batches": len(steps), "first": begun}
     model.zero_grad(set_to_none=True)
-    measured, logp = repeated(lambda: torch.cat([step() for step in steps]), repeats, model.zero_grad)
+    measured, logp = harness.repeated(lambda: torch.cat([step() for step in steps]), repeats, model.zero_grad)
     return found | measured, logp
 
 
@@ -310,11 +299,11 @@ def measure(run: Run, cases: dict[str, Group], ways: list[str]) -> Iterator[tupl
     heads = run.model.heads, run.model.kv_heads, run.model.head_dim
     for name, group in cases.items():
         found: dict[str, Any] = {"group": asdict(group), "rows": {}}
-        found["flop_ratio"] = {"replicated": saving(run.model, group), "stock": saving(run.model, group, True)}
+        found["flop_ratio"] = {"replicated": saving(run.model, group)}
         figures["cases"][name] = found
         length = group.prompt_len + group.response_len
         stock = "math"
-        if run.device.type == "cuda" and {"replicated", "stock"} & set(ways):
+        if run.device.type == "cuda" and "replicated" in ways:
             stock, found["stock_attention_seconds"] = stock_attention.fastest(run.micro_batch, length, *heads)
         found["stock_attention"] = stock
         first: torch.Tensor | None = None
@@ -323,9 +312,8 @@ def measure(run: Run, cases: dict[str, Group], ways: list[str]) -> Iterator[tupl
             if "error" not in row:
                 logp = row.pop("logp")
                 first = logp if first is None else first
-                row["logp_rms_from_first_way"] = float((logp - first).double().square().mean().sqrt())
-                done = flops(run.model, group, way == "packed", way == "stock")
-                row["tflops"] = done / 1e12 / row["median"]
+                row["logp_rms_from_first_way"] = harness.rms(logp, first)
+                row["tflops"] = flops(run.model, group, way == "packed") / 1e12 / row["median"]
                 packed = found["rows"].get("packed", {}).get("median")
                 if packed and way != "packed":
                     row["packed_is_faster_by"] = row["median"] / packed
@@ -338,8 +326,7 @@ def one_way(run: Run, model: Any, group: Group, way: str, stock: str) -> dict[st
     if way == "packed":
         found, logp = timed(model, packed_steps(run, model, group), run.repeats, group.rows(True))
     else:
-        at_once = run.stock_batch if way == "stock" else run.micro_batch
-        steps = replicated_steps(run, model, group, way == "stock", at_once)
+        steps = replicated_steps(run, model, group)
         with attention_of_sequences(model, stock):
             found, logp = timed(model, steps, run.stock_repeats, group.rows(False))
     return found | {"logp": logp}
@@ -506,7 +493,6 @@ def main(
     ways: Annotated[str, typer.Option(help=f"Of {', '.join(WAYS)}, with commas between.")] = ",".join(WAYS),
     group: Annotated[str | None, typer.Option(help="Responses, prompt, response: the first case has these.")] = None,
     micro_batch: Annotated[int, typer.Option(help="Replicated sequences at once; packed, all groups are.")] = 8,
-    stock_batch: Annotated[int, typer.Option(help="The same, with the head on all rows.")] = 2,
     repeats: Annotated[int, typer.Option(help="Packed, after two untimed ones.")] = 3,
     stock_repeats: Annotated[int, typer.Option(help="Replicated, after a micro-batch twice.")] = 1,
     chunk_size: Annotated[int, typer.Option(help="Rows of the head at a time.")] = 4096,
@@ -520,7 +506,7 @@ def main(
         torch.cuda.set_device(rank)
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     shape = Model.of(CONFIGS[model], layers)
-    run = Run(shape, micro_batch, stock_batch, repeats, stock_repeats, chunk_size, getattr(torch, dtype), fused, device)
+    run = Run(shape, micro_batch, repeats, stock_repeats, chunk_size, getattr(torch, dtype), fused, device)
     chosen = {name: CASES[name] for name in cases.split(";")}
     if group:
         chosen[next(iter(chosen))] = Group(*map(int, group.split(",")))

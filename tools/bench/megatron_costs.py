@@ -99,15 +99,13 @@ class Model:
         return self.hidden * self.vocabulary
 
 
-def flops(model: Model, group: Group, packed: bool, head_on_all_rows: bool = False) -> float:
+def flops(model: Model, group: Group, packed: bool) -> float:
     """Count the FLOP of a forward and a backward without recomputation: 6 for a weight and row, 12 for a pair and head
     dim. Scans of gated delta nets, some hundredths of their products, are left out."""
-    rows = group.rows(packed)
-    head = rows if head_on_all_rows else group.tokens
     attention = 12 * group.pairs(packed) * model.is_net.count(False) * model.heads * model.head_dim
-    return 6.0 * (model.weights_of_layers * rows + model.weights_of_head * head) + attention
+    return 6.0 * (model.weights_of_layers * group.rows(packed) + model.weights_of_head * group.tokens) + attention
 
 
-def saving(model: Model, group: Group, head_on_all_rows: bool = False) -> float:
-    """FLOPs of replicated sequences over the FLOPs of packed groups; the packed head runs on response tokens alone."""
-    return flops(model, group, False, head_on_all_rows) / flops(model, group, True)
+def saving(model: Model, group: Group) -> float:
+    """FLOPs of replicated sequences over the FLOPs of packed groups."""
+    return flops(model, group, False) / flops(model, group, True)

@@ -9,7 +9,6 @@ Only rows that predict response tokens reach the head.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
@@ -18,27 +17,14 @@ import torch
 import typer
 
 from dualkv.integrations.transformers import enable, recompute_layers
-from dualkv.integrations.transformers.batches import ModelBatch, packed_batches, replicated_batches
+from dualkv.integrations.transformers.batches import ModelBatch
 from dualkv.models import CONFIGS
-from tools.bench import stock_attention
+from tools.bench import harness, stock_attention
 from tools.bench.record import JsonPath, Record
-from tools.bench.repeats import wait
-from tools.bench.step import Sizes, flops, make_model, make_rollouts, step
+from tools.bench.step import Sizes, flops, loss_weights, make_model, step
 
 SHARES = 0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 0.95
 WHOLE = 16  # prompts are multiples of so many tokens
-
-
-def turn(run: Callable[[], Any], seconds: float) -> list[float]:
-    """Return the seconds of each run, of as many runs as fill a turn of `seconds`."""
-    times: list[float] = []
-    wait()
-    while sum(times) < seconds or not times:
-        start = time.perf_counter()
-        run()
-        wait()
-        times.append(time.perf_counter() - start)
-    return times
 
 
 def measure(
@@ -51,30 +37,28 @@ def measure(
         shares: shares of the prompt in this length, each above 0 and below 1.
         stock: the attention of the replicated way, one of `stock_attention.CALLS`.
     """
-    length = sizes.prompt_len + sizes.response_len
     models = {way: make_model(sizes, device) for way in ("replicated", "packed")}
     enable(models["packed"])
-    models["replicated"].config._attn_implementation = {"": stock_attention.register(stock, length)}
+    models["replicated"].config._attn_implementation = {"": stock_attention.register(stock, sizes.length)}
     for model in models.values():
         recompute_layers(model, "nothing")
     points = [point(sizes, share) for share in shares]
     found: list[dict[str, Any]] = [{} for _ in points]
     for _ in range(rounds):
         for group, figures in zip(points, found, strict=True):
-            weights, batches = group_of(group, device)
+            weights, batches = loss_weights(group.responses * group.response_len, device), group.batches(device)
             runs = {way: runner(models[way], batches[way], weights, sizes.chunk_size) for way in models}
             if not figures:
                 logp = {way: run() for way, run in runs.items()}  # and all that is made at a first call
-                apart = (logp["packed"] - logp["replicated"]).double().square().mean().sqrt()
                 work = [flops(models["packed"], group, packed) for packed in (False, True)]
                 rows = {way: sum(batch.tokens for batch in batches[way]) for way in models}
                 figures |= {"prompt_len": group.prompt_len, "response_len": group.response_len, "rows": rows}
-                figures |= {"flop_ratio": work[0] / work[1], "logp_rms": float(apart)}
+                figures |= {"flop_ratio": work[0] / work[1], "logp_rms": harness.rms(*logp.values())}
                 figures |= {"seconds": {way: [] for way in models}}
             else:
                 runs["packed"]()  # memory of another size before it
             for way, run in runs.items():
-                figures["seconds"][way].append(statistics.median(turn(run, seconds)))
+                figures["seconds"][way].append(statistics.median(harness.turn(run, seconds)))
             replicated, packed = (statistics.median(figures["seconds"][way]) for way in models)
             figures["speed_up"] = replicated / packed
             yield {"points": [each for each in found if each]}
@@ -86,29 +70,19 @@ def point(sizes: Sizes, share: float) -> Sizes:
     Raises:
         ValueError: the prompt or the responses would be empty.
     """
-    length = sizes.prompt_len + sizes.response_len
-    prompt = round(share * length / WHOLE) * WHOLE
-    if not 0 < prompt < length:
-        raise ValueError(f"got a share of {share:g} of {length} tokens, expected at least {WHOLE} tokens of each part")
-    return replace(sizes, prompt_len=prompt, response_len=length - prompt)
-
-
-def group_of(sizes: Sizes, device: torch.device) -> tuple[torch.Tensor, dict[str, list[ModelBatch]]]:
-    """Return the weights of the log-probs [M] and the micro-batches of each way."""
-    rollouts, total = make_rollouts(sizes), sizes.responses * sizes.response_len
-    length = sizes.prompt_len + sizes.response_len
-    weights = torch.randn(total, generator=torch.Generator().manual_seed(1)).to(device) / total
-    return weights, {
-        "replicated": replicated_batches(rollouts, sizes.micro_batch * length, device),
-        "packed": packed_batches(rollouts, sizes.prompt_len + total, device),
-    }
+    prompt = round(share * sizes.length / WHOLE) * WHOLE
+    if not 0 < prompt < sizes.length:
+        raise ValueError(
+            f"got a share of {share:g} of {sizes.length} tokens, expected at least {WHOLE} tokens of each part"
+        )
+    return replace(sizes, prompt_len=prompt, response_len=sizes.length - prompt)
 
 
 def runner(model: Any, batches: list[ModelBatch], weights: torch.Tensor, chunk_size: int) -> Callable[[], torch.Tensor]:
     """Make a call that runs forward and backward of all micro-batches and returns the log-probs [M]."""
 
     def run() -> torch.Tensor:
-        logp = step(model, batches, weights, compiled=False, chunk_size=chunk_size)
+        logp = step(model, batches, weights, chunk_size)
         model.zero_grad(set_to_none=True)
         return logp
 
@@ -137,10 +111,10 @@ def main(
         "model": model, "layers": layers, "responses": responses, "length": length, "micro_batch": micro_batch,
         "chunk_size": chunk_size, "dtype": dtype, "rounds": rounds, "turn_seconds": seconds, "stock_attention": stock,
     }  # fmt: skip
-    cuda = torch.cuda.is_available()
-    record = Record(json_to, cuda)
+    device = harness.best_device()
+    record = Record(json_to, device.type == "cuda")
     asked = [float(share) for share in shares.split(",")]
-    for figures in measure(sizes, asked, rounds, seconds, stock, torch.device("cuda" if cuda else "cpu")):
+    for figures in measure(sizes, asked, rounds, seconds, stock, device):
         record.write({"settings": settings, **figures})
         print(*(f"{p['prompt_len']}+{p['response_len']}: {p['speed_up']:.2f}x" for p in figures["points"]), flush=True)
 

@@ -7,22 +7,18 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from verl.utils.device import get_device_id
 
-from dualkv.models import CONFIGS
+from tools.bench.harness import make_config
 
 
 def save_config(model: str, layers: int | None, folder: Path) -> Any:
     """The configuration of a named model, saved for veRL to read."""
-    settings = dict(CONFIGS[model])
-    if layers is not None:
-        settings["num_hidden_layers"] = layers
-    kind = settings.pop("model_type")
-    config = AutoConfig.for_model(kind, **settings)
-    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
+    config = make_config(model, layers)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     config.save_pretrained(folder)
     return config
 

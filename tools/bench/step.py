@@ -1,19 +1,12 @@
-"""`python -m tools.bench.step --json step.json`: forward and backward of one group, with other settings around
-attention.
+"""`python -m tools.bench.step --json step.json`: forward and backward of one group, packed and replicated.
 
-Attention is a part of an update; norms, rotary embeddings, activations, log-probs and what gradient checkpointing
-computes again are others. Each row of :data:`ROWS` changes one of them: the model's layers as transformers has them,
-with Liger's kernels, or compiled; what layers keep, and how many of them; log-probs eager or compiled; how many chunks
-of logits are kept. Only rows that predict response tokens reach the head, in all of them.
+Both ways recompute every layer in the backward. Only rows that predict response tokens reach the head.
 """
 
 from __future__ import annotations
 
 import gc
-import sys
-import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
@@ -26,48 +19,10 @@ from dualkv.integrations.transformers import enable, head, recompute_layers
 from dualkv.integrations.transformers.batches import ModelBatch, packed_batches, replicated_batches
 from dualkv.logprobs import response_logprobs
 from dualkv.models import CONFIGS
-from tools.bench import stock_attention
+from tools.bench import harness, stock_attention
 from tools.bench.record import JsonPath, Record
-from tools.bench.repeats import repeated, wait
 
-
-@dataclass(frozen=True)
-class Row:
-    """Attributes:
-    way: "packed" or "replicated".
-    layers: "eager", "liger", "compiled pieces" (norms, rotary embedding, MLP), "compiled" (whole layers) or "fast"
-        (`enable(fast=True)`).
-    keep, kept_layers: what layers keep, `keep` and `layers` of `recompute_layers`.
-    logprobs: "eager" or "compiled".
-    kept_chunks: chunks of the head whose logits are kept for the backward.
-    """
-
-    way: str
-    layers: str
-    keep: str
-    logprobs: str
-    kept_layers: int | None = None
-    kept_chunks: int = 0
-
-
-ROWS = {
-    "packed": Row("packed", "eager", "nothing", "eager"),
-    "packed, log-probs": Row("packed", "eager", "nothing", "compiled"),
-    "packed, log-probs, attention": Row("packed", "eager", "attention", "compiled"),
-    "packed, log-probs, Liger": Row("packed", "liger", "nothing", "compiled"),
-    "packed, log-probs, Liger, attention": Row("packed", "liger", "attention", "compiled"),
-    "packed, log-probs, Liger, products": Row("packed", "liger", "products", "compiled"),
-    "replicated, log-probs, Liger": Row("replicated", "liger", "nothing", "compiled"),
-    "replicated": Row("replicated", "eager", "nothing", "eager"),
-    "packed, log-probs, pieces, attention": Row("packed", "compiled pieces", "attention", "compiled"),
-    "packed, log-probs, compiled": Row("packed", "compiled", "all", "compiled"),
-    "packed, fast, attention": Row("packed", "fast", "attention", "compiled"),
-    "packed, fast, products of 3": Row("packed", "fast", "products", "compiled", 3),
-    "packed, fast, products of 3, logits of 8": Row("packed", "fast", "products", "compiled", 3, 8),
-    "packed, fast, products": Row("packed", "fast", "products", "compiled"),
-    "packed, fast, products, logits of 16": Row("packed", "fast", "products", "compiled", None, 16),
-    "packed, fast, all of 3": Row("packed", "fast", "all", "compiled", 3),
-}
+WAYS = "packed", "replicated"
 
 
 @dataclass(frozen=True)
@@ -85,27 +40,26 @@ class Sizes:
     dtype: str
     optimizer: bool = False
 
+    @property
+    def length(self) -> int:
+        """The tokens of a sequence."""
+        return self.prompt_len + self.response_len
 
-def make_config(sizes: Sizes) -> Any:
-    """Make the configuration of the named model, cut to some layers."""
-    from transformers import AutoConfig
-
-    settings = CONFIGS[sizes.model] | {"num_hidden_layers": sizes.layers}
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    if experts_of(config):
-        config._experts_implementation = "grouped_mm"  # the fastest in transformers, for both ways
-    return config
+    def batches(self, device: torch.device) -> dict[str, list[ModelBatch]]:
+        """Make the micro-batches of the group by way."""
+        rollouts = make_rollouts(self)
+        return {
+            "packed": packed_batches(rollouts, self.prompt_len + self.responses * self.response_len, device),
+            "replicated": replicated_batches(rollouts, self.micro_batch * self.length, device),
+        }
 
 
 def make_model(sizes: Sizes, device: torch.device) -> Any:
-    """The model with random weights made on the device."""
-    from transformers import AutoModelForCausalLM
-
-    config = make_config(sizes)
-    torch.manual_seed(0)
-    with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, sizes.dtype))
-    return model.to(device).train()
+    """Make the model with random weights; experts run transformers' fastest products, for both ways."""
+    config = harness.make_config(sizes.model, sizes.layers)
+    if experts_of(config):
+        config._experts_implementation = "grouped_mm"
+    return harness.make_model(config, sizes.dtype, device)
 
 
 def experts_of(config: Any) -> int:
@@ -122,30 +76,6 @@ def kinds_of(config: Any) -> list[tuple[int | None, bool]]:
     ]
 
 
-@contextmanager
-def changed_layers(model: Any, how: str) -> Iterator[None]:
-    """The layers as a row has them; what Liger and compilation put into transformers' module goes at the end."""
-    decoder = model.get_decoder()
-    modeling = sys.modules[type(decoder).__module__]
-    before = dict(vars(modeling))
-    try:
-        if how == "liger":
-            from liger_kernel.transformers import monkey_patch
-
-            monkey_patch._apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False)
-        elif how == "compiled":
-            for layer in decoder.layers:
-                layer.compile(dynamic=True)
-        elif how == "compiled pieces":
-            modeling.apply_rotary_pos_emb = torch.compile(modeling.apply_rotary_pos_emb, dynamic=True)  # type: ignore[attr-defined]
-            for name, module in decoder.named_modules():
-                if "norm" in name.rpartition(".")[2] or name.endswith(".mlp"):
-                    module.compile(dynamic=True)
-        yield
-    finally:
-        vars(modeling).update(before)
-
-
 def make_rollouts(sizes: Sizes) -> Rollouts:
     vocabulary = CONFIGS[sizes.model]["vocab_size"]
     generator = torch.Generator().manual_seed(0)
@@ -155,6 +85,11 @@ def make_rollouts(sizes: Sizes) -> Rollouts:
 
     responses = [tokens(sizes.response_len) for _ in range(sizes.responses)]
     return Rollouts([tokens(sizes.prompt_len)], [responses], [[0.0] * sizes.responses])
+
+
+def loss_weights(tokens: int, device: torch.device) -> torch.Tensor:
+    """Draw the weights of log-probs in the loss, [tokens]."""
+    return torch.randn(tokens, generator=torch.Generator().manual_seed(1)).to(device) / max(tokens, 1)
 
 
 def flops(model: Any, sizes: Sizes, packed: bool) -> float:
@@ -182,14 +117,13 @@ def flops(model: Any, sizes: Sizes, packed: bool) -> float:
 
 
 def step(
-    model: Any, batches: list[ModelBatch], weights: torch.Tensor, compiled: bool, chunk_size: int, kept_chunks: int = 0
+    model: Any, batches: list[ModelBatch], weights: torch.Tensor, chunk_size: int, compiled: bool = False
 ) -> torch.Tensor:
     """Forward and backward of every micro-batch; the log-probs [M]."""
     found = torch.empty_like(weights)
-    options: dict[str, Any] = {"compiled": compiled, "chunk_size": chunk_size, "kept_chunks": kept_chunks}
     for batch in batches:
         hidden = model.get_decoder()(**batch.inputs, use_cache=False).last_hidden_state.flatten(0, 1)
-        logp, _ = response_logprobs(hidden, head(model), batch.batch, **options)
+        logp, _ = response_logprobs(hidden, head(model), batch.batch, compiled=compiled, chunk_size=chunk_size)
         logp = torch.cat(batch.batch.unpack(logp))
         (logp * weights[batch.places]).sum().backward()
         found[batch.places] = logp.detach()
@@ -197,69 +131,55 @@ def step(
 
 
 def measure(
-    sizes: Sizes, names: list[str], device: torch.device, stocks: Iterable[str] = stock_attention.QUICK
+    sizes: Sizes, ways: list[str], device: torch.device, stocks: Iterable[str] = stock_attention.QUICK
 ) -> Iterator[dict[str, Any]]:
-    """The figures after each row; a row that fails says why, and the others run."""
-    cuda = device.type == "cuda"
-    rollouts = make_rollouts(sizes)
-    length, total = sizes.prompt_len + sizes.response_len, sizes.responses * sizes.response_len
-    weights = torch.randn(total, generator=torch.Generator().manual_seed(1)).to(device) / total
+    """The figures after each way; a way that fails says why, and the other runs."""
+    weights = loss_weights(sizes.responses * sizes.response_len, device)
     stock, tried = "math", dict[str, float | str]()
-    if cuda and any(ROWS[name].way == "replicated" for name in names):
-        config = make_config(sizes)
+    if device.type == "cuda" and "replicated" in ways:
+        config = harness.make_config(sizes.model, sizes.layers)
         heads = config.num_attention_heads, config.num_key_value_heads, getattr(config, "head_dim", 128)
         kinds = list(dict.fromkeys(kinds_of(config)))
-        stock, tried = stock_attention.fastest(sizes.micro_batch, length, *heads, kinds, stocks)
+        stock, tried = stock_attention.fastest(sizes.micro_batch, sizes.length, *heads, kinds, stocks)
     figures: dict[str, Any] = {"stock_attention": stock, "stock_attention_seconds": tried, "rows": {}}
     yield figures
     first: torch.Tensor | None = None
-    for name in names:
-        row = ROWS[name]
+    for way in ways:
         gc.collect()
-        torch._dynamo.reset()
         try:
-            model = make_model(sizes, device)
-            with changed_layers(model, row.layers):
-                logp, found = run_row(row, sizes, model, rollouts, weights, stock)
+            logp, found = run_way(way, sizes, make_model(sizes, device), weights, stock)
         except Exception as error:
-            figures["rows"][name] = {"error": in_words(error)}
+            figures["rows"][way] = {"error": in_words(error)}
         else:
             first = logp if first is None else first
-            apart = (logp - first).double().square().mean().sqrt()
-            figures["rows"][name] = {**asdict(row), **found, "logp_rms_from_first_row": float(apart)}
-        model = None
+            figures["rows"][way] = {**found, "logp_rms_from_first_row": harness.rms(logp, first)}
         yield figures
 
 
-def run_row(
-    row: Row, sizes: Sizes, model: Any, rollouts: Rollouts, weights: torch.Tensor, stock: str
+def run_way(
+    way: str, sizes: Sizes, model: Any, weights: torch.Tensor, stock: str
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Log-probs [M] and figures of a row."""
-    device, length = weights.device, sizes.prompt_len + sizes.response_len
-    if row.way == "packed":
-        enable(model, fast=row.layers == "fast")
-        rows = sizes.prompt_len + sizes.responses * sizes.response_len
-        batches = packed_batches(rollouts, rows, device)
+    """Log-probs [M] and figures of a way."""
+    batches = sizes.batches(weights.device)[way]
+    if way == "packed":
+        enable(model)
     else:
-        model.config._attn_implementation = {"": stock_attention.register(stock, length)}
-        batches = replicated_batches(rollouts, sizes.micro_batch * length, device)
-    recompute_layers(model, row.keep, layers=row.kept_layers)
-    # A learning rate of 0: all rows and repeats have the same weights.
+        model.config._attn_implementation = {"": stock_attention.register(stock, sizes.length)}
+    recompute_layers(model, "nothing")
+    # A learning rate of 0: both ways and all repeats have the same weights.
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True) if sizes.optimizer else None
 
     def run(some: list[ModelBatch]) -> torch.Tensor:
-        logp = step(model, some, weights, row.logprobs == "compiled", sizes.chunk_size, row.kept_chunks)
+        logp = step(model, some, weights, sizes.chunk_size)
         if optimizer:
             optimizer.step()
         model.zero_grad(set_to_none=True)
         return logp
 
-    start = time.perf_counter()
-    run(batches[:1])
-    wait()
-    found: dict[str, Any] = {"first_micro_batch": time.perf_counter() - start, "micro_batches": len(batches)}
-    timed, logp = repeated(lambda: run(batches), sizes.repeats if row.way == "packed" else 1)
-    done, nominal = (flops(model, sizes, packed) / 1e12 / timed["median"] for packed in (row.way == "packed", False))
+    begun, _ = harness.seconds_of(lambda: run(batches[:1]))
+    found: dict[str, Any] = {"first_micro_batch": begun, "micro_batches": len(batches)}
+    timed, logp = harness.repeated(lambda: run(batches), sizes.repeats if way == "packed" else 1)
+    done, nominal = (flops(model, sizes, packed) / 1e12 / timed["median"] for packed in (way == "packed", False))
     return logp, found | timed | {"tflops_done": done, "tflops_nominal": nominal}
 
 
@@ -278,16 +198,15 @@ def main(
     stock: Annotated[
         str, typer.Option(help=f"Attention to try for replicated rows, of {', '.join(stock_attention.CALLS)}.")
     ] = ",".join(stock_attention.QUICK),
-    only: Annotated[str | None, typer.Option(help="Rows, by their names with semicolons between.")] = None,
+    ways: Annotated[str, typer.Option(help=f"Of {', '.join(WAYS)}, by commas.")] = ",".join(WAYS),
 ) -> None:
-    """Measure forward and backward of one group, or an update; figures are written after each row."""
+    """Measure forward and backward of one group, or an update; figures are written after each way."""
     sizes = Sizes(
         model, layers, responses, prompt_len, response_len, micro_batch, repeats, chunk_size, dtype, optimizer
     )
-    names = only.split(";") if only else list(ROWS)
-    cuda = torch.cuda.is_available()
-    record = Record(json_to, cuda)
-    for figures in measure(sizes, names, torch.device("cuda" if cuda else "cpu"), stock.split(",")):
+    device = harness.best_device()
+    record = Record(json_to, device.type == "cuda")
+    for figures in measure(sizes, ways.split(","), device, stock.split(",")):
         record.write({"sizes": asdict(sizes), **figures})
         rows = list(figures["rows"].items())
         print(*(rows[-1] if rows else figures.items()), flush=True)

@@ -5,17 +5,12 @@ Every update plans and packs its rollouts anew; this host work is timed apart. K
 Ways:
 
 - replicated: sequences end to end in one row, without padding, FlashAttention-4's call for ragged lengths.
-- merged: the tree of each rollout by itself, with the attention of `gathered`: turns of a rollout share, rollouts do
-  not.
 - gathered: the packed rows with the attention of TRL's tree packing: keys and values of each segment's path gathered,
   one call of FlashAttention-4 (TRL's own runs FlashAttention-3).
 - packed: `plan_sequences`, `pack_sequences` and `dualkv.attention`.
-- planned: packed if `dualkv.data.gain` says that it pays, else nothing is shared.
-- walked: `dualkv.walk` over the whole tree, in parts of the budget. Micro-batches repeat what they share, parts do not.
 
 The FLOP ratio counts layers, attention and head of the sequences as they are, and of each token once. Where the tree is
-cut into micro-batches, *done* has the FLOP of what was computed. `--distance` compares gradients in bf16 with those of
-the sequences one by one in fp32.
+cut into micro-batches, *done* has the FLOP of what was computed.
 """
 
 from __future__ import annotations
@@ -34,31 +29,23 @@ import typer
 from dualkv.bench import traces
 from dualkv.bench.run import in_words
 from dualkv.bench.trees import Found, flops
-from dualkv.branches import Branch
 from dualkv.data.gain import Gain
-from dualkv.data.parts import TreePart
 from dualkv.data.trees import PackedSequences, pack_sequences, plan_sequences
-from dualkv.integrations.transformers import disable, enable, head, recompute_layers
+from dualkv.integrations.transformers import disable, enable, recompute_layers
 from dualkv.integrations.transformers.batches import ModelBatch
-from dualkv.logprobs import response_logprobs
 from dualkv.models import CONFIGS
-from dualkv.prefixes import read_sequences
-from dualkv.walks import walk
-from tools.bench import ragged
+from tools.bench import harness, ragged
 from tools.bench.record import JsonPath, Record
-from tools.bench.repeats import repeated, wait
-from tools.bench.step import Sizes, make_model, step
+from tools.bench.step import Sizes, loss_weights, make_model, step
 
-WAYS = "replicated", "merged", "gathered", "packed", "planned", "walked"
-OURS = "packed", "planned", "walked"
+WAYS = "replicated", "gathered", "packed"
 ALONE = 2**40  # tokens to share at least: nothing is
 WARM_ROWS = 32768  # tokens of the sequences that each way runs first, to compile and load what it needs
 # NAME@ROWS=WAY,WAY of :class:`Job`, in order of worth.
 JOBS = (
-    "trace-swe-dropped-0-n16-t8@196608=packed,replicated,merged,gathered",
-    *(f"trace-{name}=packed,planned,replicated" for name in ("grpo-0", "swe-kept-0-n2-t32-x0.4", "swe-kept-0-n4-t8")),
-    "trace-swe-dropped-0-n16-t8@24576=packed,walked",
-    "trace-tau2-0=packed,replicated,walked",
+    "trace-swe-dropped-0-n16-t8@196608=packed,replicated,gathered",
+    *(f"trace-{name}=packed,replicated" for name in ("grpo-0", "swe-kept-0-n2-t32-x0.4", "swe-kept-0-n4-t8")),
+    "trace-tau2-0=packed,replicated",
     *(f"trace-{name}=packed,replicated,gathered" for name in ("search-0-n40", "treepo-2")),
     "trace-swe-dropped-0-n16-t16=packed,replicated",
     "trace-swe-dropped-0-n1-t64=packed,replicated",
@@ -67,15 +54,14 @@ JOBS = (
 
 # ---------------------------------------------------------------- micro-batches
 class Rollouts(NamedTuple):
-    """The rollouts of a batch, by sequence: tokens, mask of those that count, the rollout that it is a turn of."""
+    """The rollouts of a batch, by sequence: tokens, and the mask of those that count."""
 
     tokens: list[Any]
     masks: list[Any]
-    rollout: list[int]
 
     @classmethod
     def of_trace(cls, trace: traces.Trace, vocabulary: int) -> Rollouts:
-        return cls(trace.token_sequences(vocabulary), trace.loss_masks(), list(trace.rollout))
+        return cls(trace.token_sequences(vocabulary), trace.loss_masks())
 
     def first(self, rows: int) -> Rollouts:
         """The first sequences with at most so many tokens together, but two of them at least."""
@@ -87,12 +73,11 @@ def batches(way: str, rollouts: Rollouts, budget: int, device: torch.device) -> 
     """Make the batches of an update: the host work of a trainer."""
     if way not in WAYS:
         raise ValueError(f"way is {way!r}, expected one of {', '.join(WAYS)}")
-    tokens, masks, rollout = rollouts
-    alone = way == "replicated" or (way == "planned" and not Gain.of(read_sequences(tokens, 1)[1]).pays)
-    min_shared = ALONE if alone else 1
+    tokens, masks = rollouts
+    min_shared = ALONE if way == "replicated" else 1
     starts = np.append(0, np.cumsum([m.sum() for m in masks]))
     found = []
-    for chosen in _chosen(way, tokens, rollout, budget, min_shared):
+    for chosen in plan_sequences(tokens, budget, min_shared=min_shared):
         batch = pack_sequences(
             [tokens[i] for i in chosen], [masks[i] for i in chosen], min_shared=min_shared, device=device
         )
@@ -101,22 +86,9 @@ def batches(way: str, rollouts: Rollouts, budget: int, device: torch.device) -> 
     return found
 
 
-def _chosen(way: str, tokens: list[Any], rollout: list[int], budget: int, min_shared: int) -> list[list[int]]:
-    """The sequences of each micro-batch."""
-    if way == "walked":
-        return [list(range(len(tokens)))]
-    if way != "merged":
-        return plan_sequences(tokens, budget, min_shared=min_shared)
-    found = []
-    for number in dict.fromkeys(rollout):
-        own = [i for i, of in enumerate(rollout) if of == number]
-        found += [[own[i] for i in some] for some in plan_sequences([tokens[i] for i in own], budget)]
-    return found
-
-
 def _inputs(way: str, batch: PackedSequences) -> dict[str, Any]:
     ids = {"input_ids": batch.input_ids}
-    if way in OURS:
+    if way == "packed":
         return ids | {"dualkv": batch.layout}
     batch.layout.mark_used()  # by attention that is not DualKV's
     offsets = batch.layout.offsets.tolist()
@@ -131,32 +103,10 @@ def _inputs(way: str, batch: PackedSequences) -> dict[str, Any]:
 
 def prepared(model: Any, way: str) -> None:
     disable(model)
-    if way in OURS:
+    if way == "packed":
         enable(model)
     else:
         model.config._attn_implementation = {"": ragged.NAME}
-
-
-def passes(
-    way: str, model: Any, some: list[ModelBatch], weights: torch.Tensor, compiled: bool, chunk_size: int, budget: int
-) -> torch.Tensor:
-    """Forward and backward of an update; the log-probs."""
-    if way != "walked":
-        return step(model, some, weights, compiled, chunk_size)
-    found = torch.empty_like(weights)
-
-    def forward(ids: torch.Tensor, branch: Branch) -> torch.Tensor:
-        return model.get_decoder()(input_ids=ids, dualkv=branch, use_cache=False).last_hidden_state
-
-    def loss(hidden: torch.Tensor, part: TreePart) -> torch.Tensor:
-        logp = part.expand(response_logprobs(hidden, head(model), part, chunk_size=chunk_size, compiled=compiled)[0])
-        found[part.places] = logp.detach()
-        return (logp * weights[part.places]).sum()
-
-    for one in some:
-        assert isinstance(one.batch, PackedSequences)
-        walk(one.batch, budget, forward, loss)
-    return found
 
 
 def done_flops(model: str, some: list[ModelBatch]) -> float:
@@ -193,7 +143,7 @@ class Job(NamedTuple):
 def measure(sizes: Sizes, jobs: list[Job], limit: float, device: torch.device) -> Iterator[dict[str, Any]]:
     """The figures after each way of each trace; a way that fails says why, and the others run. After `limit` seconds
     nothing is begun."""
-    begun, cuda = time.monotonic(), device.type == "cuda"
+    begun = time.monotonic()
     cut = f"{sizes.model}, {sizes.layers} layers"
     CONFIGS[cut] = CONFIGS[sizes.model] | {"num_hidden_layers": sizes.layers}
     vocabulary = CONFIGS[sizes.model]["vocab_size"]
@@ -202,8 +152,8 @@ def measure(sizes: Sizes, jobs: list[Job], limit: float, device: torch.device) -
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True) if sizes.optimizer else None
     figures: dict[str, Any] = {"traces": {}}
 
-    def update(way: str, some: list[ModelBatch], weights: torch.Tensor, budget: int) -> torch.Tensor:
-        logp = passes(way, model, some, weights, cuda, sizes.chunk_size, budget)
+    def update(some: list[ModelBatch], weights: torch.Tensor) -> torch.Tensor:
+        logp = step(model, some, weights, sizes.chunk_size, compiled=device.type == "cuda")
         if optimizer:
             optimizer.step()
         model.zero_grad(set_to_none=True)
@@ -214,25 +164,22 @@ def measure(sizes: Sizes, jobs: list[Job], limit: float, device: torch.device) -
     ) -> tuple[list[float], list[ModelBatch], dict[str, Any], torch.Tensor]:
         """(seconds of planning, micro-batches, timing, log-probs) of a way."""
         prepared(model, way)
-        update(way, batches(way, rollouts.first(WARM_ROWS), budget, device), weights, budget)
+        update(batches(way, rollouts.first(WARM_ROWS), budget, device), weights)
         planning: list[float] = []
         some: list[ModelBatch] = []
 
         def plan() -> None:
             some.clear()
-            wait()
-            start = time.perf_counter()
-            some.extend(batches(way, rollouts, budget, device))
-            wait()
-            planning.append(time.perf_counter() - start)
+            took, made = harness.seconds_of(lambda: batches(way, rollouts, budget, device))
+            some.extend(made)
+            planning.append(took)
 
         plan()
-        if way in OURS:  # the whole tree may ask for other kernels than those sequences, which are compiled here
-            update(way, some, weights, budget)
+        if way == "packed":  # the whole tree may ask for other kernels than those sequences, which are compiled here
+            update(some, weights)
             plan()
-        timed, logp = repeated(
-            lambda: update(way, some, weights, budget), sizes.repeats if way in OURS else 1, between=plan
-        )
+        repeats = sizes.repeats if way == "packed" else 1
+        timed, logp = harness.repeated(lambda: update(some, weights), repeats, between=plan)
         return planning, some, timed, logp
 
     for name, budget, ways in jobs:
@@ -254,7 +201,7 @@ def measure(sizes: Sizes, jobs: list[Job], limit: float, device: torch.device) -
             "flops": total, "flop_ratio": total[0] / total[1], "ways": {},
         }  # fmt: skip
         figures["traces"][f"{name}@{budget}"] = of_trace
-        weights = torch.randn(asked, generator=torch.Generator().manual_seed(1)).to(device) / max(asked, 1)
+        weights = loss_weights(asked, device)
         first = None
         for way in ways:
             if time.monotonic() - begun > limit:
@@ -272,40 +219,13 @@ def measure(sizes: Sizes, jobs: list[Job], limit: float, device: torch.device) -
             of_trace["ways"][way] = {
                 "planning": planning, "micro_batches": len(some), "rows": sum(b.tokens for b in some), **timed,
                 "done_flops": done, "done_tflops": done / timed["median"] / 1e12,
-                "logp_rms_from_first_way": float((logp - first).double().square().mean().sqrt()),
+                "logp_rms_from_first_way": harness.rms(logp, first),
             }  # fmt: skip
             medians = {way: made["median"] for way, made in of_trace["ways"].items() if "median" in made}
             if {"replicated", "packed"} <= medians.keys():
                 of_trace["speed_up"] = medians["replicated"] / medians["packed"]
                 of_trace["of_flop_ratio"] = of_trace["speed_up"] / of_trace["flop_ratio"]
-            if {"replicated", "planned"} <= medians.keys():
-                of_trace["planned_over_replicated"] = medians["planned"] / medians["replicated"]
             yield figures
-
-
-def distance(sizes: Sizes, name: str, ways: list[str], budget: int, device: torch.device) -> dict[str, float]:
-    """Measure how far each way's gradients, in the model's dtype, are from those of replicated fp32: relative, by
-    norms."""
-    trace = traces.parse(name)
-    assert trace is not None
-    trained = sum(int(m.sum()) for m in trace.loss_masks())
-    weights = torch.randn(trained, generator=torch.Generator().manual_seed(1)).to(device) / trained
-    model = make_model(sizes, device)
-    rollouts = Rollouts.of_trace(trace, CONFIGS[sizes.model]["vocab_size"])
-
-    def gradients(way: str, which: Any) -> dict[str, torch.Tensor]:
-        prepared(which, way)
-        some = batches(way, rollouts, budget, device)
-        passes(way, which, some, weights, False, sizes.chunk_size, budget)
-        made = {n: p.grad.float() for n, p in which.named_parameters() if p.grad is not None}
-        which.zero_grad(set_to_none=True)
-        return made
-
-    mine = {way: gradients(way, model) for way in ways}
-    wanted = gradients("replicated", model.float())
-    norm = torch.stack([x.double().square().sum() for x in wanted.values()]).sum().sqrt()
-    apart = {w: torch.stack([(g[n] - x).double().square().sum() for n, x in wanted.items()]) for w, g in mine.items()}
-    return {way: float(x.sum().sqrt() / norm) for way, x in apart.items()}
 
 
 def line(name: str, made: dict[str, Any]) -> str:
@@ -334,7 +254,6 @@ def main(
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     ways: Annotated[str, typer.Option(help=f"Of {', '.join(WAYS)}, by commas.")] = ",".join(WAYS),
     time_limit: Annotated[float, typer.Option(help="Seconds after which no way of a trace is begun.")] = 1e9,
-    gradients: Annotated[str | None, typer.Option("--distance", help="Compare gradients on this trace.")] = None,
     trace: Annotated[
         list[str] | None,
         typer.Option("--trace", "-t", help="Traces in order: NAME, NAME@ROWS of a micro-batch, NAME@ROWS=WAY,WAY."),
@@ -343,15 +262,8 @@ def main(
     """Measure updates; figures are written after each way of each trace."""
     sizes = Sizes(model, layers, 0, 0, 0, 0, repeats, chunk_size, dtype, optimizer=True)
     jobs = [Job.parse(text, budget, ways.split(",")) for text in trace or JOBS]
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
-    record, about = Record(json_to, cuda), {"model": model, "layers": layers, "dtype": dtype}
-    if gradients is not None:
-        found = distance(sizes, gradients, ways.split(","), budget, device)
-        about["distance"] = {"trace": gradients, **found}
-        record.write(about | {"traces": {}})
-        print(f"gradients' distance from fp32, {gradients}:", {w: f"{x:.2e}" for w, x in found.items()}, flush=True)
-        gc.collect()
+    device = harness.best_device()
+    record, about = Record(json_to, device.type == "cuda"), {"model": model, "layers": layers, "dtype": dtype}
     for figures in measure(sizes, jobs, time_limit, device):
         record.write(about | figures)
         *_, (name, made) = figures["traces"].items()

@@ -10,7 +10,6 @@
   and its head, with a loss of the same form. Its attention is FlashAttention-3 from Hugging Face's hub, and
   FlashAttention-4 where that package is what is installed;
 - packed: `dualkv.integrations.trl.GRPOTrainer`;
-- fast: the same with `fast=True`;
 - split: packed in micro-batches of `--micro-batch` responses, each with the prompt;
 - walked: the same with `walk=True`, planned for 1.1 times the memory of "split", which runs before it, or for as many
   times as "walked:1.3" says.
@@ -42,7 +41,7 @@ import torch
 import trl
 import typer
 from tokenizers import Tokenizer, models
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from trl.experimental.async_grpo import packing
 from trl.trainer.utils import add_fused_lm_head
 
@@ -54,10 +53,10 @@ from dualkv.demo.measure import PeakMemory
 from dualkv.demo.settings import DTYPES
 from dualkv.integrations.trl import GRPOTrainer
 from dualkv.models import CONFIGS
+from tools.bench import harness
 from tools.bench.record import JsonPath, Record
-from tools.bench.repeats import wait
 
-WAYS = ("padded", "tree", "packed", "fast", "split", "walked")
+WAYS = ("padded", "tree", "packed", "split", "walked")
 # Forward and backward: returns loss, log-probs of response tokens, rows of the model.
 Step = Callable[[], tuple[torch.Tensor, torch.Tensor, int]]
 
@@ -262,11 +261,7 @@ def make_step(
         exact: in fp32, of weights rounded to the dtype.
         split_bytes: what "split" took beside weights, for "walked".
     """
-    settings = dict(CONFIGS[s.model]) | ({} if s.layers is None else {"num_hidden_layers": s.layers})
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)  # TRL writes into it
-    torch.manual_seed(0)
-    with device:
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, s.dtype))
+    model = harness.make_model(harness.make_config(s.model, s.layers), s.dtype, device)
     if exact:
         model.float()
     model.set_attn_implementation(packing.TREE_ATTENTION if way == "tree" else "sdpa" if exact else s.attention)
@@ -278,11 +273,10 @@ def make_step(
         free = float(way.partition(":")[2] or 1.1) * (weights + split_bytes) - 2 * weights
         step = of_trainer(partial(GRPOTrainer, walk=True), model, s, rollouts, None, free)
     else:
-        cls = trl.GRPOTrainer if way == "padded" else partial(GRPOTrainer, fast=way == "fast")
+        cls = trl.GRPOTrainer if way == "padded" else GRPOTrainer
         step = of_trainer(cls, model, s, rollouts, s.micro_batch if way == "split" else None)
     if s.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
     return model, step, seconds
 
 
@@ -292,7 +286,7 @@ def measure(s: Settings, device: torch.device) -> Iterator[dict[str, Any]]:
     if find_spec("kernels") is None:
         packing._flash_attn = lambda: FlashAttention4
     rollouts, found = make_rollouts(s), dict[str, Any]()
-    exact = gradients_in_fp32(s, rollouts, device) if s.distance else []
+    exact = gradients_in_fp32(s, rollouts, device) if s.distance else {}
     reference: torch.Tensor | None = None
     for way in s.ways:
         gc.collect()
@@ -307,15 +301,15 @@ def measure(s: Settings, device: torch.device) -> Iterator[dict[str, Any]]:
         yield found
 
 
-def gradients_in_fp32(s: Settings, rollouts: Rollouts, device: torch.device) -> list[torch.Tensor]:
+def gradients_in_fp32(s: Settings, rollouts: Rollouts, device: torch.device) -> dict[str, torch.Tensor]:
     """Compute the gradients of the padded way in fp32."""
     model, step, _ = make_step("padded", s, rollouts, device, True)
     step()
-    return [p.grad for p in model.parameters() if p.grad is not None]
+    return harness.gradients_of(model)
 
 
 def of_way(
-    way: str, s: Settings, rollouts: Rollouts, device: torch.device, exact: list[torch.Tensor], split_bytes: float
+    way: str, s: Settings, rollouts: Rollouts, device: torch.device, exact: dict[str, torch.Tensor], split_bytes: float
 ) -> tuple[dict[str, Any], torch.Tensor]:
     """Figures and log-probs of a way; with `exact` the distance of its gradients from those, by norms."""
     model, step, seconds = make_step(way, s, rollouts, device, split_bytes=split_bytes)
@@ -323,23 +317,19 @@ def of_way(
     each = []
     for _ in range(s.steps + 1):
         model.zero_grad(set_to_none=True)
-        wait()
-        start = time.perf_counter()
         with peak.measured():
-            loss, logp, rows = step()
-            wait()
-        each.append(time.perf_counter() - start)
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            took, (loss, logp, rows) = harness.seconds_of(step)
+        each.append(took)
+    gradients = harness.gradients_of(model)
     found = {
         "rows": rows,
         "seconds": {**seconds, "first": each[0], "each": each[1:], "median": statistics.median(each[1:])},
         "peak_gib": None if peak.bytes is None else peak.bytes / 2**30,
         "loss": loss.item(),
-        "gradient_norm": torch.stack([g.float().norm() for g in gradients]).norm().item(),
+        "gradient_norm": torch.stack([g.float().norm() for g in gradients.values()]).norm().item(),
     }
     if exact:
-        away = sum(float((g.float() - x).double().square().sum()) for g, x in zip(gradients, exact, strict=True))
-        found["gradients_from_fp32"] = (away / sum(float(x.double().square().sum()) for x in exact)) ** 0.5
+        found["gradients_from_fp32"] = harness.apart(gradients, exact)
     return found, logp
 
 
@@ -383,9 +373,8 @@ def main(
     settings = Settings(**given | {"trace": None, "distance": False})
     logging.basicConfig()
     logging.getLogger("dualkv").setLevel(logging.INFO)  # walks log what they measure and plan
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
-    record = Record(json_to, cuda)
+    device = harness.best_device()
+    record = Record(json_to, device.type == "cuda")
     about = {"trl": trl.__version__, "settings": asdict(settings)}
     if not names:
         for figures in measure(settings, device):

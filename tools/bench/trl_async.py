@@ -23,8 +23,8 @@ import os
 import queue
 import statistics
 import tempfile
-import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +38,7 @@ import torch
 import trl
 import typer
 from tokenizers import Tokenizer, models
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from trl.experimental import async_grpo
 from trl.experimental.async_grpo import async_grpo_trainer as theirs
 from trl.experimental.async_grpo import packing
@@ -52,8 +52,8 @@ from dualkv.demo.settings import DTYPES
 from dualkv.integrations.transformers import disable
 from dualkv.integrations.trl.async_grpo import AsyncGRPOTrainer
 from dualkv.models import CONFIGS
+from tools.bench import harness
 from tools.bench.record import JsonPath, Record
-from tools.bench.repeats import wait
 from tools.bench.trl import FlashAttention4
 
 WAYS: dict[str, Any] = {"trl": theirs.AsyncGRPOTrainer, "dualkv": AsyncGRPOTrainer}
@@ -162,7 +162,7 @@ class Step:
         return self.trainer.logps[inputs["token_index"][0]].float()
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        return harness.gradients_of(self.model)
 
 
 def make_inputs(trace: str, vocabulary: int, device: torch.device) -> dict[str, torch.Tensor]:
@@ -191,12 +191,8 @@ def measure(steps: dict[str, Step], inputs: dict[str, torch.Tensor], s: Settings
     found: dict[str, Any] = {}
     for way, step in steps.items():
         peak = PeakMemory(device)
-        wait()
-        start = time.perf_counter()
         with peak.measured():
-            step(inputs)
-            wait()
-        first = time.perf_counter() - start
+            first, _ = harness.seconds_of(partial(step, inputs))
         if base is None:
             inputs = {**inputs, "old_log_probs": step.logps(inputs)[None]}
         loss = step(inputs)
@@ -208,42 +204,19 @@ def measure(steps: dict[str, Step], inputs: dict[str, torch.Tensor], s: Settings
             apart = (logps - base[0]).abs()
             found[way] |= {
                 "log_probs_apart": {"mean": apart.mean().item(), "max": apart.max().item()},
-                "gradients_apart": by_norms(gradients, base[1]),
+                "gradients_apart": harness.apart(gradients, base[1]),
             }
         step.model.zero_grad(set_to_none=True)
     base = None
     timed = list(steps) if in_turns else []
     each: dict[str, list[float]] = {way: [] for way in timed}
     for turn, way in itertools.product(range(s.turns + 1), timed):
-        took = turn_of(steps[way], inputs, s.seconds)
+        took = statistics.mean(harness.turn(partial(steps[way], inputs), s.seconds))
         if turn:  # the first one follows a pause
             each[way].append(took)
     for way, seconds in each.items():
         found[way] |= {"seconds": seconds, "median": statistics.median(seconds)}
     return found
-
-
-def by_norms(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """||a - b|| / ||b|| of gradients by name.
-
-    Raises:
-        ValueError: other parameters have gradients.
-    """
-    if a.keys() != b.keys():
-        raise ValueError(f"gradients of other parameters: {sorted(a.keys() ^ b.keys())[:3]}")
-    away = sum(float((a[name].float() - x.float()).double().square().sum()) for name, x in b.items())
-    return (away / sum(float(x.double().square().sum()) for x in b.values())) ** 0.5
-
-
-def turn_of(step: Step, inputs: dict[str, torch.Tensor], seconds: float) -> float:
-    """Seconds of a step, of steps one after another for at least `seconds`."""
-    wait()
-    start, count = time.perf_counter(), 0
-    while count == 0 or time.perf_counter() - start < seconds:
-        step(inputs)
-        wait()
-        count += 1
-    return (time.perf_counter() - start) / count
 
 
 def main(
@@ -267,11 +240,10 @@ def main(
     if unknown := [name for name in [*names["traces"], *names["distance"]] if traces.parse(name) is None]:
         raise typer.BadParameter(f"{unknown[0]!r} is no trace")
     s = Settings(model, layers, dtype, autocast, checkpointing, turns, seconds)
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
+    device = harness.best_device()
     if find_spec("kernels") is None:
         packing._flash_attn = lambda: FlashAttention4
-    record = Record(json_to, cuda)
+    record = Record(json_to, device.type == "cuda")
     found: dict[str, Any] = {"trl": trl.__version__, "settings": asdict(s), "refused": {}} | {
         kind: {} for kind in names
     }
@@ -302,11 +274,8 @@ def main(
 
 def save(s: Settings, folder: Path, device: torch.device) -> int:
     """Save a model with random weights, which both trainers load. Returns the size of its vocabulary."""
-    settings = dict(CONFIGS[s.model]) | ({} if s.layers is None else {"num_hidden_layers": s.layers})
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    torch.manual_seed(0)
-    with device:
-        AutoModelForCausalLM.from_config(config, dtype=getattr(torch, s.dtype)).save_pretrained(folder)
+    config = harness.make_config(s.model, s.layers)
+    harness.make_model(config, s.dtype, device).save_pretrained(folder)
     return int(config.vocab_size)
 
 

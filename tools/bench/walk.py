@@ -5,14 +5,11 @@ Each job is run in several ways in turn, with every layer checkpointed:
 - cut: micro-batches of a budget of rows, which repeat what they share (`plan_sequences`); or one packed row.
 - walked: :func:`dualkv.walk` in a limit of memory, a multiple of the peak of the way before, weights and gradients
   included. Layers keep all where there is room.
-- values: the same parts by :func:`dualkv.walk_values`, as in TRL's trainers: log-probs first, then their backward.
-- of a number of rows, with layers recomputed or not, where `--also` asks for it.
 
-With `--megatron` the model is megatron-core's (:mod:`tools.bench.walk_megatron`), and `values` is left out.
+With `--megatron` the model is megatron-core's (:mod:`tools.bench.walk_megatron`).
 
 `layers` is forward and backward of the layers, with a loss that sums hidden states of the rows that predict trained
-tokens; `update` has the head and log-probs too. Costs of rows are measured first (:func:`dualkv.measure_rows`), and the
-bytes of the whole model are computed from them beside the measured ones of some layers.
+tokens; `update` has the head and log-probs too. Costs of rows are measured first (:func:`dualkv.measure_rows`).
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ import gc
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from fractions import Fraction
 from typing import Annotated, Any, NamedTuple
 
@@ -32,15 +28,14 @@ from dualkv.bench import traces
 from dualkv.bench.run import in_words
 from dualkv.branches import Branch
 from dualkv.data.memory import Memory, RowCosts
-from dualkv.data.parts import Fitting, TreePart, costed, fitting, plan_parts
+from dualkv.data.parts import Fitting, TreePart, fitting
 from dualkv.data.trees import PackedSequences, pack_sequences, plan_sequences
 from dualkv.logprobs import response_logprobs
 from dualkv.models import CONFIGS
 from dualkv.row_costs import Peak, measure_rows
-from dualkv.walked_values import walk_values
 from dualkv.walks import walk
+from tools.bench import harness
 from tools.bench.record import JsonPath, Record
-from tools.bench.repeats import repeated
 
 JOBS = (
     "24576x16x2048@32768:1.1",
@@ -120,11 +115,10 @@ class Runner:
 
     def __init__(self, sizes: Sizes, device: torch.device) -> None:
         from dualkv.integrations.transformers import enable, head, recompute_layers
-        from tools.bench import step
 
         self.sizes, self.device = sizes, device
-        of_model = step.Sizes(sizes.model, sizes.layers, 0, 0, 0, 0, sizes.repeats, sizes.chunk_size, sizes.dtype)
-        self.model = enable(step.make_model(of_model, device))
+        config = harness.make_config(sizes.model, sizes.layers)
+        self.model = enable(harness.make_model(config, sizes.dtype, device))
         self.head = head(self.model)
         recompute_layers(self.model, "nothing")
         for parameter in self.model.parameters():
@@ -169,17 +163,6 @@ class Runner:
 
         return run
 
-    def by_values(self, part: str, batch: PackedSequences, parts: list[TreePart]) -> Callable[[], list[torch.Tensor]]:
-        def run() -> list[torch.Tensor]:
-            def values(hidden: torch.Tensor, rows: TreePart) -> torch.Tensor:
-                return rows.expand(self.values(part, hidden, rows))
-
-            found = walk_values(batch, parts, self.forward, values).sum()
-            (found / 1000).backward()
-            return [found.detach()]
-
-        return run
-
     def costs(self, job: Job) -> RowCosts:
         def forward(ids: torch.Tensor, branch: Branch) -> torch.Tensor:
             return self.forward(ids, branch)
@@ -198,7 +181,7 @@ class Runner:
 
 
 def measure(
-    sizes: Sizes, names: list[str], parts: list[str], also: list[str], device: torch.device, runner: Any = None
+    sizes: Sizes, names: list[str], parts: list[str], device: torch.device, runner: Any = None
 ) -> Iterator[Any]:
     """The figures after each way of each job; a way that fails says why, and the others run.
 
@@ -229,23 +212,15 @@ def measure(
             limit = job.limit * (static + done) - static
             of_part = costs if part == "update" else costs._replace(head=0.0)
             memory = Memory(int(limit), of_part)
-            plans = {"walked": fitting(batch, memory)}
-            if runner.by_values is not None:
-                plans["values"] = fitting(batch, memory, values_first=True)
-            plans |= {name: _of_rows(batch, name, of_part) for name in also}
-            for name, plan in plans.items():
-                if plan is None:
-                    ways[name] = {"error": f"{limit:,.0f} bytes do not hold the smallest parts"}
-                    continue
-                ways[name] = _of_plan(plan)
-                walks = runner.by_values if name == "values" else runner.walked
-                _timed(ways, name, walks(part, batch, plan.parts), sizes.repeats, device)
-                if "median" in ways[name]:
-                    ways[name]["speed_up"] = ways["cut"]["median"] / ways[name]["median"]
-                    peaks = [static + ways[x]["bytes"] for x in (name, "cut")]
-                    ways[name]["memory"] = peaks[0] / peaks[1]
-                yield figures
-            of_job["whole_model"] = _whole_model(sizes, job, batch, costs)
+            plan = fitting(batch, memory)
+            if plan is None:
+                ways["walked"] = {"error": f"{limit:,.0f} bytes do not hold the smallest parts"}
+            else:
+                ways["walked"] = _of_plan(plan)
+                _timed(ways, "walked", runner.walked(part, batch, plan.parts), sizes.repeats, device)
+            if "median" in (walked := ways["walked"]):
+                walked["speed_up"] = ways["cut"]["median"] / walked["median"]
+                walked["memory"] = (static + walked["bytes"]) / (static + ways["cut"]["bytes"])
             yield figures
         if cuda:
             torch.cuda.empty_cache()
@@ -261,21 +236,12 @@ def _timed(
         run()  # what is compiled or tuned
         with Peak(device) as peak:
             values = torch.stack(run()).sum()
-        timed, _ = repeated(run, repeats)
+        timed, _ = harness.repeated(run, repeats)
     except Exception as error:
         made["error"] = in_words(error)
         return None
     made |= timed | {"bytes": peak.bytes, "sum": float(values)}
     return float(peak.bytes)
-
-
-def _of_rows(batch: PackedSequences, asked: str, costs: RowCosts) -> Fitting:
-    """Make parts of a number of rows; with "all" behind it their layers keep all."""
-    rows, keeps = int(asked.removesuffix("all")), float(asked.endswith("all"))
-    parts = [replace(part, keeps=keeps) for part in plan_parts(batch, rows)]
-    made = costed(parts, Memory(2**62, costs), keeps)
-    assert made is not None
-    return made
 
 
 def _of_plan(plan: Fitting) -> dict[str, Any]:
@@ -285,23 +251,6 @@ def _of_plan(plan: Fitting) -> dict[str, Any]:
         "trunk_rows": sum(len(p.rows) for p in parts if p.is_trunk), "keep_all": sum(p.keeps == 1 for p in parts),
         "planned_time": plan.time,
     }  # fmt: skip
-
-
-def _whole_model(sizes: Sizes, job: Job, batch: PackedSequences, costs: RowCosts) -> dict[str, Any]:
-    """Compute the bytes of all layers from those of some: what the cut way takes, and the walk that fits into it."""
-    config = CONFIGS[sizes.model]
-    layers = config["num_hidden_layers"]
-    inputs = config["hidden_size"] * getattr(torch, sizes.dtype).itemsize
-    more = layers - sizes.layers
-    beside, saved = costs.beside_path or (0.0, 0.0), costs.saved or (0.0, 0.0)  # measured
-    all_, again = (saved[0] / sizes.layers) * more, inputs * more  # a layer that waits keeps what it saved
-    whole = costs._replace(
-        kept=costs.kept * layers / sizes.layers, graph=costs.graph + all_, recomputed=costs.recomputed + again,
-        beside_path=(beside[0] + all_, beside[1] + again), saved=(saved[0] + all_, saved[1] + again),
-    )  # fmt: skip
-    limit = Memory(1, whole).of_pass(0, 0, job.rows, False)
-    plan = fitting(batch, Memory(int(limit * job.limit), whole))
-    return {"layers": layers, "cut_bytes": limit} | (_of_plan(plan) if plan else {"fits": False})
 
 
 def line(name: str, part: str, ways: dict[str, Any]) -> str:
@@ -324,24 +273,18 @@ def main(
     chunk_size: Annotated[int, typer.Option(help="Rows of the head at a time.")] = 1024,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     parts: Annotated[str, typer.Option(help=f"Of {', '.join(PARTS)}, by commas.")] = ",".join(PARTS),
-    also: Annotated[
-        str, typer.Option(help="Rows of further walks' parts, by commas; with `all` behind a number layers keep all.")
-    ] = "",
     job: Annotated[list[str] | None, typer.Option("--job", "-j", help="PxNxR@ROWS:LIMIT or TRACE@ROWS:LIMIT.")] = None,
     megatron: Annotated[bool, typer.Option(help="megatron-core's model in the place of transformers'.")] = False,
 ) -> None:
     """Measure walks beside cut micro-batches; figures are written after each way."""
-    cuda = torch.cuda.is_available()
-    sizes = Sizes(model, layers, repeats, chunk_size, dtype)
-    record = Record(json_to, cuda)
+    sizes, device, runner = Sizes(model, layers, repeats, chunk_size, dtype), harness.best_device(), None
+    record = Record(json_to, device.type == "cuda")
     about = {"model": model, "layers": layers, "dtype": dtype} | ({"library": "megatron-core"} if megatron else {})
-    device, runner = torch.device("cuda" if cuda else "cpu"), None
     if megatron:
         from tools.bench.walk_megatron import MegatronRunner
 
         runner = MegatronRunner(sizes, device)
-    given = list(job or JOBS), parts.split(","), [x for x in also.split(",") if x]
-    for figures in measure(sizes, *given, device, runner):
+    for figures in measure(sizes, list(job or JOBS), parts.split(","), device, runner):
         record.write(about | figures)
         *_, (name, made) = figures["jobs"].items()
         *_, (part, ways) = made["parts"].items()

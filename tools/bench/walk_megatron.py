@@ -34,7 +34,7 @@ class MegatronRunner:
         torch._dynamo.config.recompile_limit = 64  # of megatron-core's compiled functions, which see many forms
         dtype, cuda = getattr(torch, self.sizes.dtype), self.device.type == "cuda"
         shape = Model.of(CONFIGS[self.sizes.model], self.sizes.layers)
-        self.model = make_model(Run(shape, 1, 1, 1, 1, self.sizes.chunk_size, dtype, cuda, self.device))
+        self.model = make_model(Run(shape, 1, 1, 1, self.sizes.chunk_size, dtype, cuda, self.device))
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
 
@@ -78,8 +78,6 @@ class MegatronRunner:
             return found
 
         return run
-
-    by_values = None  # log-probs first is a walk under no_grad, then another one
 
     def costs(self, job: Any) -> RowCosts:
         config = self.model.config

@@ -17,7 +17,7 @@ TINY = Model(layers=2, hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim
 
 
 def main(number: int, file: str) -> None:
-    run = bench.Run(TINY, 2, 2, 1, 1, 4, torch.float32, False, torch.device("cpu"))
+    run = bench.Run(TINY, 2, 1, 1, 4, torch.float32, False, torch.device("cpu"))
     with (
         cpu.rank(),
         mock.patch.object(tensor_parallel, "model_parallel_cuda_manual_seed"),

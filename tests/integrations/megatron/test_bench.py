@@ -22,13 +22,13 @@ from tools.bench.walk_megatron import MegatronRunner
 def test_all_ways_compute_the_same(nets: Nets | None) -> None:
     layers = 1 if nets is None else 2
     model = Model(layers, hidden=32, intermediate=48, heads=8, kv_heads=2, head_dim=8, vocabulary=64, nets=nets)
-    run = bench.Run(model, 2, 3, 1, 1, 4, torch.float32, False, torch.device("cpu"))
+    run = bench.Run(model, 2, 1, 1, 4, torch.float32, False, torch.device("cpu"))
     cases = {"one": Group(4, 6, 3), "two": Group(2, 5, 4, groups=2)}
     with mock.patch.object(tensor_parallel, "model_parallel_cuda_manual_seed"):
         *_, (figures, _) = bench.measure(run, cases, list(bench.WAYS))
     assert figures["cases"].keys() == cases.keys()
     for case in figures["cases"].values():
-        assert list(case["rows"]) == ["packed", "replicated", "stock"]
+        assert list(case["rows"]) == ["packed", "replicated"]
         assert all(row["logp_rms_from_first_way"] < 1e-6 for row in case["rows"].values()), case["rows"]
 
 
@@ -38,9 +38,9 @@ def test_walks_compute_what_cutting_does(monkeypatch: pytest.MonkeyPatch) -> Non
     asked = walk.Sizes("small", 2, 1, 16, "float32")
     with mock.patch.object(tensor_parallel, "model_parallel_cuda_manual_seed"):
         runner = MegatronRunner(asked, torch.device("cpu"))
-        *_, figures = walk.measure(asked, ["60x6x8@76:1.1"], list(walk.PARTS), ["20all"], runner.device, runner)
+        *_, figures = walk.measure(asked, ["60x6x8@76:1.1"], list(walk.PARTS), runner.device, runner)
     for ways in figures["jobs"]["60x6x8@76:1.1"]["parts"].values():
-        assert list(ways) == ["cut", "walked", "20all"]
+        assert list(ways) == ["cut", "walked"]
         assert ways["walked"]["parts"] > 1
         assert all(way["sum"] == pytest.approx(ways["cut"]["sum"], rel=1e-4) for way in ways.values())
 
