@@ -32,52 +32,6 @@ class Heads(NamedTuple):
     others: tuple[Heads, ...] = ()
 
 
-# From the configurations their authors publish (config.json of each); more of them are in dualkv.models.CONFIGS.
-HEADS = {
-    "qwen3-14b": Heads(40, 8, 128),
-    "qwen3-32b": Heads(64, 8, 128),
-    "qwen3-235b-a22b": Heads(64, 4, 128),
-    "qwen2.5-0.5b": Heads(14, 2, 64),
-    "qwen2.5-1.5b": Heads(12, 2, 128),
-    "qwen2.5-3b": Heads(16, 2, 128),
-    "qwen2.5-14b": Heads(40, 8, 128),
-    "qwen2.5-32b": Heads(40, 8, 128),
-    "qwen2.5-72b": Heads(64, 8, 128),
-    "llama-3-70b": Heads(64, 8, 128),
-    "llama-3.1-8b": Heads(32, 8, 128),
-    "llama-3.1-70b": Heads(64, 8, 128),
-    "llama-3.1-405b": Heads(128, 8, 128),
-    "llama-3.2-1b": Heads(32, 8, 64),
-    "llama-3.2-3b": Heads(24, 8, 128),
-    "llama-3.3-70b": Heads(64, 8, 128),
-    "mistral-nemo-12b": Heads(32, 8, 128),
-    "mistral-small-24b": Heads(32, 8, 128),
-    "mistral-large-123b": Heads(96, 8, 128),
-    "mixtral-8x7b": Heads(32, 8, 128),
-    "mixtral-8x22b": Heads(48, 8, 128),
-    "gpt-oss-120b": Heads(64, 8, 64, ("window", "sinks")),
-    "gemma-2-2b": Heads(8, 4, 256, ("window", "softcap")),
-    "gemma-2-9b": Heads(16, 8, 256, ("window", "softcap")),
-    "gemma-2-27b": Heads(32, 16, 128, ("window", "softcap")),
-    "gemma-3-1b": Heads(4, 1, 256, ("window",)),
-    "gemma-3-4b": Heads(8, 4, 256, ("window",)),
-    "gemma-3-27b": Heads(32, 16, 128, ("window",)),
-    "olmo-3-32b": Heads(40, 8, 128, ("window",)),
-    "exaone-4-32b": Heads(40, 8, 128, ("window",)),
-    "command-r7b": Heads(32, 8, 128, ("window",)),
-    "mistral-7b-v0.1": Heads(32, 8, 128, ("window",)),
-    "ministral-8b": Heads(32, 8, 128, ("window",)),
-    "phi-3-mini-4k": Heads(32, 32, 96, ("window",)),
-    "llama-4-scout": Heads(40, 8, 128, ("window",)),
-    "llama-4-maverick": Heads(40, 8, 128, ("window",)),
-    "deepseek-v2-lite": Heads(16, 16, 192, (), 128),
-    "deepseek-v3": Heads(128, 128, 192, (), 128),
-    "kimi-k2.5": Heads(64, 64, 192, (), 128),
-    "minicpm3-4b": Heads(40, 40, 96, (), 64),
-    # Defaults of transformers' classes.
-    "muse-glimmer-30b": Heads(32, 2, 128, ("window",)),
-    "muse-spark-816b": Heads(128, 16, 64, ("window",)),
-}
 # Recurrent layers of hybrid models and layers of one block need no kernel of dualkv. "attention" and "mamba" are names
 # in older files.
 LAYER_TYPES = (
@@ -92,14 +46,9 @@ WITH_SINKS_IN_WINDOWS = ("mimo_v2_flash",)  # whose window layers have twice the
 
 
 # ---------------------------------------------------------------- models
-def names() -> list[str]:
-    """Models that are known by name."""
-    return sorted([*HEADS, *CONFIGS])
-
-
 def heads_of(model: str) -> Heads:
-    """Read the heads of a model from its name (an organisation and capitals are allowed), or from the path of a
-    config.json or its folder.
+    """Read the heads of a model from its name in :data:`dualkv.models.CONFIGS` (an organisation and capitals are
+    allowed), or from the path of a config.json or its folder.
 
     Raises:
         ValueError: no such model, or one whose attention dualkv does not compute.
@@ -115,11 +64,9 @@ def heads_of(model: str) -> Heads:
             raise ValueError(f"{path} is no JSON: {e}") from e
         return heads_of_config(config, str(path))
     name = model.split("/")[-1].lower()
-    if name in CONFIGS:
-        return heads_of_config(CONFIGS[name], name)
-    if name not in HEADS:
-        raise ValueError(f"model {model!r} is neither the path of a config.json nor one of {', '.join(names())}")
-    return HEADS[name]
+    if name not in CONFIGS:
+        raise ValueError(f"model {model!r} is neither the path of a config.json nor one of {', '.join(CONFIGS)}")
+    return heads_of_config(CONFIGS[name], name)
 
 
 def heads_of_config(config: Any, where: str) -> Heads:

@@ -32,14 +32,10 @@ def run(run):
 # ---------------------------------------------------------------- models
 def test_models_by_name():
     assert heads_of("qwen3-8b") == Heads(32, 8, 128)
-    assert heads_of("Qwen/Qwen3-235B-A22B") == Heads(64, 4, 128)
-    assert heads_of("qwen2.5-0.5b") == Heads(14, 2, 64)
-    assert heads_of("meta-llama/Llama-3.2-1B") == Heads(32, 8, 64)
-    assert heads_of("openai/gpt-oss-20b") == heads_of("gpt-oss-120b") == Heads(64, 8, 64, ("window", "sinks"))
+    assert heads_of("Qwen/Qwen3-30B-A3B") == Heads(32, 4, 128)
+    assert heads_of("openai/gpt-oss-20b") == Heads(64, 8, 64, ("window", "sinks"))
     assert heads_of("gemma-3-12b") == Heads(16, 8, 256, ("window",))
-    assert heads_of("deepseek-ai/DeepSeek-V3") == Heads(128, 128, 192, (), 128)
-    assert not set(precompile.HEADS) & set(CONFIGS), "said twice"
-    for name in precompile.names():
+    for name in CONFIGS:
         assert requested([name]), name
 
 
@@ -257,8 +253,8 @@ def test_models_that_there_are_no_kernels_for(model, says):
 def test_tensor_parallel_ranks_share_the_heads():
     big = Heads(64, 4, 128)
     assert [shape(big, tp).heads_per_kv for tp in (1, 2, 4, 8, 16)] == [16, 16, 16, 8, 4]
-    assert requested(["qwen3-235b-a22b"], tensor_parallel=[1, 8])[0].packed_heads == 16
-    assert {s.packed_heads for s in requested(["qwen3-235b-a22b"], [1, 8], directions=["forward"])} == {16, 8}
+    found = requested(["qwen3-30b-a3b"], [1, 8], directions=["forward"])
+    assert {spec.packed_heads for spec in found} == {8, 4}
     with pytest.raises(ValueError, match="tp is 3, expected a divisor of the model's 64 query heads"):
         shape(big, 3)
     with pytest.raises(ValueError, match="tp is 6, expected a divisor or a multiple of the model's 4 KV heads"):
