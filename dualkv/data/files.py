@@ -192,12 +192,11 @@ def objects(path: Source) -> Iterator[tuple[str, dict[str, Any]]]:
             if not line.strip():
                 continue
             if document or (begins and line.strip() in (b"{", b"[")):
-                yield from _document(name, b"\n" * (number - 1) + line + b"".join(_lines(name, file)))
+                yield from _document(name, line + b"".join(_lines(name, file)), number)
                 return
             begins = False
-            with errors_at(f"{name}:{number}"):
-                data = of_line(line)
-            yield f"{name}:{number}", data
+            # Behind a line break columns begin anew.
+            yield _object(f"{name}:{number}", _json(name, line.rstrip(b"\r\n"), number))
 
 
 def _lines(name: str, file: Iterable[bytes]) -> Iterator[bytes]:
@@ -218,37 +217,29 @@ def _rows(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{name}[{i}]", {key: value for key, value in row.items() if value is not None}
 
 
-def _document(name: str, text: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{name}:{error.lineno}: not valid JSON ({error.msg} at column {error.colno})") from None
-    except UnicodeDecodeError as error:
-        above, line = text[: error.start].count(b"\n"), text[: error.start].rpartition(b"\n")[2]
-        raise ValueError(f"{name}:{above + 1}: not UTF-8 (byte {len(line)} of the line)") from None
+def _document(name: str, text: bytes, line: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    data = _json(name, text, line)
     several = isinstance(data, list)
     for i, each in enumerate(data if several else [data]):
-        where = f"{name}[{i}]" if several else name
-        if not isinstance(each, dict):
-            raise ValueError(f"{where}: expected a JSON object, got {kind(each)}")
-        yield where, each
+        yield _object(f"{name}[{i}]" if several else name, each)
 
 
-def of_line(line: bytes) -> dict[str, Any]:
-    """The JSON object of a line.
-
-    Raises:
-        ValueError: not JSON, not UTF-8, or no object.
-    """
+def _json(name: str, text: bytes, line: int) -> Any:
+    """The value of some JSON of a file; `line` is the number of its first line."""
     try:
-        data = json.loads(line.rstrip(b"\r\n"))  # behind a line break columns begin anew
+        return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON ({error.msg} at column {error.colno})") from None
+        at = f"{name}:{line + error.lineno - 1}"
+        raise ValueError(f"{at}: not valid JSON ({error.msg} at column {error.colno})") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 (byte {error.start} of the line)") from None
+        above, begun = text[: error.start].count(b"\n"), text[: error.start].rpartition(b"\n")[2]
+        raise ValueError(f"{name}:{line + above}: not UTF-8 (byte {len(begun)} of the line)") from None
+
+
+def _object(where: str, data: Any) -> tuple[str, dict[str, Any]]:
     if not isinstance(data, dict):
-        raise ValueError(f"expected a JSON object, got {kind(data)}")
-    return data
+        raise ValueError(f"{where}: expected a JSON object, got {kind(data)}")
+    return where, data
 
 
 # ---------------------------------------------------------------- rollouts
@@ -286,51 +277,51 @@ def _group(data: dict[str, Any], tokenizer: Tokenizer, vocab_size: int | None, n
     rewards = _rewards(data, of)
     if of == "sequences":
         return _turns(data["sequences"], data["loss_masks"], rewards, vocab_size)
-    _refuse_masks(data, of)
-    prompt = _text_or_ids("prompt", data["prompt"], tokenizer, vocab_size)
-    if not prompt:
-        raise ValueError("'prompt' is empty, expected at least one token")
-    responses = [_text_or_ids(f"{of}[{i}]", r, tokenizer, vocab_size) for i, r in enumerate(data[of])]
-    return Group(prompt, responses, rewards, None)
+    return Group(*_prompt_and_responses(data, of, tokenizer, vocab_size), rewards, None)
 
 
 def _rewards(data: dict[str, Any], of: str) -> list[float]:
     """One finite number for each entry of `data[of]`, which is a list and not empty."""
-    for key in (of, "rewards"):
-        if not isinstance(data[key], list):
-            raise ValueError(f"{key!r} must be a list, got {kind(data[key])}")
-    one = of.removesuffix("s")
-    if not data[of]:
-        raise ValueError(f"{of!r} is empty, expected at least one {one}")
-    if len(data["rewards"]) != len(data[of]):
-        raise ValueError(f"{len(data['rewards'])} rewards for {len(data[of])} {of}, expected one a {one}")
-    for i, reward in enumerate(data["rewards"]):
-        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-            raise ValueError(f"rewards[{i}] is {json.dumps(reward)}, expected a finite number")
-    return [float(reward) for reward in data["rewards"]]
+    count, rewards = len(_full(data, of)), _full(data, "rewards")
+    if len(rewards) != count:
+        raise ValueError(f"{len(rewards)} rewards for {count} {of}, expected one a {of.removesuffix('s')}")
+    return [_number(f"rewards[{i}]", reward) for i, reward in enumerate(rewards)]
+
+
+def _prompt_and_responses(
+    data: dict[str, Any], of: str, tokenizer: Tokenizer, vocab_size: int | None = None
+) -> tuple[list[int], list[list[int]]]:
+    """Token ids of a prompt and of its answers, which are the entries of `data[of]`."""
+    _refuse_masks(data, of)
+    prompt = _prompt(data, "prompt", tokenizer, vocab_size)
+    return prompt, [_text_or_ids(f"{of}[{i}]", r, tokenizer, vocab_size) for i, r in enumerate(_full(data, of))]
+
+
+def _prompt(data: dict[str, Any], key: str, tokenizer: Tokenizer, vocab_size: int | None) -> list[int]:
+    ids = _text_or_ids(key, data[key], tokenizer, vocab_size)
+    if not ids:
+        raise ValueError(f"{key!r} is empty, expected at least one token")
+    return ids
 
 
 def _turns(listed: list[Any], loss_masks: Any, rewards: list[float], vocab_size: int | None) -> Group:
     """The group of some whole sequences, divided into the prompt that they share and their responses."""
-    if not isinstance(loss_masks, list) or len(loss_masks) != len(listed):
-        found = f"{len(loss_masks)} masks" if isinstance(loss_masks, list) else kind(loss_masks)
-        raise ValueError(f"'loss_masks' must be a list of {len(listed)} masks, one a sequence, got {found}")
-    for i, (ids, mask) in enumerate(zip(listed, loss_masks, strict=True)):
+    for i, ids in enumerate(listed):
         if not isinstance(ids, list):
             raise ValueError(f"'sequences[{i}]' must be a list of token ids, got {kind(ids)}")
         check_ids(f"sequences[{i}]", ids, vocab_size)
-        if not isinstance(mask, list) or len(mask) != len(ids) or any(m not in (0, 1) for m in mask):
-            raise ValueError(f"'loss_masks[{i}]' must be a list of {len(ids)} values 0 or 1, one a token")
-        if not ids or mask[0]:
+    masks = _masks(loss_masks, listed)
+    for i, mask in enumerate(masks):
+        if not mask or mask[0]:
             raise ValueError(f"sequences[{i}] begins with a token that counts, expected a prompt before it")
-    shared = min(mask.index(1) if 1 in mask else len(mask) for mask in loss_masks)
+    shared = min(mask.index(1) if 1 in mask else len(mask) for mask in masks)
     first = listed[0][:shared]
     for i, ids in enumerate(listed):
         first = first[: next((at for at, (a, b) in enumerate(zip(first, ids, strict=False)) if a != b), len(ids))]
         if not first:
             raise ValueError(f"sequences[0] and sequences[{i}] differ in their first token, expected one prompt")
     cut = len(first)
-    return Group(first, [ids[cut:] for ids in listed], rewards, [[int(m) for m in mask[cut:]] for mask in loss_masks])
+    return Group(first, [ids[cut:] for ids in listed], rewards, [mask[cut:] for mask in masks])
 
 
 def sequences(data: dict[str, Any], tokenizer: Tokenizer) -> tuple[list[list[int]], int | None]:
@@ -344,21 +335,13 @@ def sequences(data: dict[str, Any], tokenizer: Tokenizer) -> tuple[list[list[int
         if not all(rows):
             raise ValueError(f"sequences[{rows.index([])}] is empty, expected at least one token")
         masks = data.get("loss_masks")
-        if masks is None:
-            return rows, None
-        if not isinstance(masks, list) or list(map(_size, masks)) != list(map(len, rows)):
-            raise ValueError("'loss_masks' must have a list of zeros and ones for each sequence, as long as it")
-        return rows, sum(map(sum, masks))
+        return rows, None if masks is None else sum(map(sum, _masks(masks, rows)))
     of = next((key for key in ("responses", "completions") if key in data), None)
     if "prompt" not in data or of is None:
         found = samples(data, tokenizer)
         counts = [None if sample.mask is None else sum(sample.mask) for sample in found]
         return [s.tokens for s in found], None if None in counts else sum(c or 0 for c in counts)
-    _refuse_masks(data, of)
-    prompt = _text_or_ids("prompt", data["prompt"], tokenizer, None)
-    if not prompt:
-        raise ValueError("'prompt' is empty, expected at least one token")
-    responses = [_text_or_ids(f"{of}[{i}]", row, tokenizer, None) for i, row in enumerate(_full(data, of))]
+    prompt, responses = _prompt_and_responses(data, of, tokenizer)
     return [[*prompt, *response] for response in responses], sum(map(len, responses))
 
 
@@ -392,13 +375,11 @@ def sequences_or_segments(data: dict[str, Any], tokenizer: Tokenizer) -> object:
 
 
 def _full(data: dict[str, Any], name: str) -> list[Any]:
-    if not isinstance(data[name], list) or not data[name]:
-        raise ValueError(f"{name!r} must be a list of at least one entry")
+    if not isinstance(data[name], list):
+        raise ValueError(f"{name!r} must be a list, got {kind(data[name])}")
+    if not data[name]:
+        raise ValueError(f"{name!r} is empty, expected at least one {name.removesuffix('s')}")
     return list(data[name])
-
-
-def _size(mask: Any) -> int:
-    return len(mask) if isinstance(mask, list) and all(m in (0, 1) for m in mask) else -1
 
 
 def samples(data: dict[str, Any], tokenizer: Tokenizer, vocab_size: int | None = None) -> list[Sample]:
@@ -439,9 +420,8 @@ def samples(data: dict[str, Any], tokenizer: Tokenizer, vocab_size: int | None =
         both = [_message(f"{key}[{i}]", m) for key in (prompt, answer) for i, m in enumerate(data[key])]
         own = [i >= len(data[prompt]) and m["role"] in POLICY for i, m in enumerate(both)]
         return [_conversation(both, own, data.get("tools"), tokenizer, vocab_size, reward)]
-    first, then = (_text_or_ids(key, data[key], tokenizer, vocab_size) for key in (prompt, answer))
-    if not first:
-        raise ValueError(f"{prompt!r} is empty, expected at least one token")
+    first = _prompt(data, prompt, tokenizer, vocab_size)
+    then = _text_or_ids(answer, data[answer], tokenizer, vocab_size)
     mask = _mask(data, ("completion_mask", "response_mask"), len(then))
     if mask is None:
         _refuse_masks(data, answer)
@@ -454,7 +434,7 @@ def _trace(data: dict[str, Any], tokenizer: Tokenizer, vocab_size: int | None) -
     Attempts to compact the history that the agent did not go on from are none of its training samples.
     """
     nodes, scores = _list(data, "nodes"), [x for x in (data.get("rewards") or {}).values() if isinstance(x, dict)]
-    reward = sum(_number("score", x.get("score")) * x.get("weight", 1.0) for x in scores) if scores else None
+    reward = sum(_number("'score'", x.get("score")) * x.get("weight", 1.0) for x in scores) if scores else None
     links = [[(x.get("type"), x.get("node")) for x in node.get("semantic_parents") or ()] for node in nodes]
     parents: list[int | None] = [node.get("parent") for node in nodes]
     for i, up in enumerate(parents):
@@ -549,20 +529,31 @@ def _reward(data: dict[str, Any]) -> float | None:
     name = next((key for key in ("reward", "score", "reward_score") if data.get(key) is not None), None)
     if name is None:
         return None
-    return _number(name, data[name])
+    return _number(repr(name), data[name])
 
 
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name!r} is {json.dumps(value)}, expected a finite number")
+        raise ValueError(f"{name} is {json.dumps(value)}, expected a finite number")
     return float(value)
 
 
 def _mask(data: dict[str, Any], names: Sequence[str], tokens: int) -> list[int] | None:
     name = next((key for key in names if data.get(key) is not None), None)
-    if name is None:
-        return None
-    mask = data[name]
+    return None if name is None else _zeros_and_ones(name, data[name], tokens)
+
+
+def _masks(masks: Any, listed: list[list[int]]) -> list[list[int]]:
+    """The masks of some sequences, one each."""
+    if not isinstance(masks, list) or len(masks) != len(listed):
+        found = f"{len(masks)} masks" if isinstance(masks, list) else kind(masks)
+        raise ValueError(f"'loss_masks' must be a list of {len(listed)} masks, one a sequence, got {found}")
+    return [
+        _zeros_and_ones(f"loss_masks[{i}]", *each) for i, each in enumerate(zip(masks, map(len, listed), strict=True))
+    ]
+
+
+def _zeros_and_ones(name: str, mask: Any, tokens: int) -> list[int]:
     if not isinstance(mask, list) or len(mask) != tokens or any(m not in (0, 1) for m in mask):
         raise ValueError(f"{name!r} must be a list of {tokens} values 0 or 1, one a token")
     return [int(m) for m in mask]

@@ -317,7 +317,6 @@ def pack(
         if len(group) == 0:
             raise ValueError(f"responses[{g}] is empty, expected at least one response a prompt")
     group_prompts = [token_tensor(f"prompts[{g}]", p) for g, p in enumerate(prompt_list)]
-    _check_prompts(group_prompts)
     flat = [
         token_tensor(f"responses[{g}][{i}]", r) for g, group in enumerate(response_list) for i, r in enumerate(group)
     ]
@@ -325,20 +324,10 @@ def pack(
     of_prompts = images.entries(media, [len(p) for p in group_prompts])
     of_responses = _of_responses(response_media, of_prompts, [len(r) for r in flat], counts.tolist())
     merged = _equal_prompts(group_prompts, of_prompts)
-    if merged is None:
-        return _assemble(group_prompts, flat, counts, labels, of_prompts, of_responses, device)
     leaders = np.unique(merged, return_index=True)[1].tolist()
     packed = np.argsort(np.repeat(merged, counts), kind="stable")
-    batch = _assemble(
-        [group_prompts[g] for g in leaders],
-        [flat[i] for i in packed.tolist()],
-        np.bincount(merged, counts).astype(np.int64),
-        labels,
-        None if of_prompts is None else [of_prompts[g] for g in leaders],
-        None if of_responses is None else [of_responses[i] for i in packed.tolist()],
-        device,
-        packed,
-    )
+    groups = np.bincount(merged, counts).astype(np.int64)
+    batch = _assemble(group_prompts, flat, leaders, packed, groups, labels, of_prompts, of_responses, device)
     return replace(batch, order=np.arange(len(flat)), _places=np.argsort(packed))
 
 
@@ -491,7 +480,6 @@ def _pack_rollouts(
     device: torch.device | str | None,
 ) -> PackedBatch:
     """Pack rollouts with one prompt each: group them, then pack in the order of the groups."""
-    _check_prompts(prompts)
     host = to_host(prompts)
     keys: list[Hashable] = [p.tobytes() for p in host] if group_ids is None else _group_keys(group_ids, len(prompts))
     groups_of: dict[Hashable, list[int]] = {}  # equal ids make several groups if their media differ
@@ -518,35 +506,20 @@ def _pack_rollouts(
             same.append(len(leader))
             leader.append(i)
     order = np.argsort(group, kind="stable")
-    return _assemble(
-        [prompts[i] for i in leader],
-        [responses[i] for i in order.tolist()],
-        np.bincount(group),
-        labels,
-        None if media is None else [media[i] for i in leader],
-        None if response_media is None else [response_media[i] for i in order.tolist()],
-        device,
-        order,
-    )
+    counts = np.bincount(group)
+    return _assemble(prompts, responses, leader, order, counts, labels, media, response_media, device)
 
 
-def _equal_prompts(prompts: list[torch.Tensor], media: list[images.Named] | None) -> IntArray | None:
-    """[G] the group of each prompt, numbered in the order of their first; None if all prompts differ."""
+def _equal_prompts(prompts: list[torch.Tensor], media: list[images.Named] | None) -> IntArray:
+    """[G] the group of each prompt, numbered in the order of their first."""
     lens = Counter(map(len, prompts))
     some = [i for i, prompt in enumerate(prompts) if lens[len(prompt)] > 1]
     if not some:
-        return None
+        return np.arange(len(prompts))
     keys = [b"%d" % i for i in range(len(prompts))]
     for i, tokens in zip(some, to_host([prompts[i] for i in some]), strict=True):
         keys[i] = b"=" + tokens.tobytes()  # differs from every number
-    group = images.grouped(keys, [entry for _, entry in media or []])
-    return None if len(np.unique(group)) == len(group) else group
-
-
-def _check_prompts(prompts: list[torch.Tensor]) -> None:
-    for i, prompt in enumerate(prompts):
-        if len(prompt) == 0:
-            raise ValueError(f"prompts[{i}] is empty, expected at least one token")
+    return images.grouped(keys, [entry for _, entry in media or []])
 
 
 def _group_keys(group_ids: GroupIds, rollouts: int) -> list[Hashable]:
@@ -569,15 +542,23 @@ def _rollout_of(row: int, layout: Layout, order: IntArray) -> int:
 def _assemble(
     prompts: list[torch.Tensor],
     responses: list[torch.Tensor],
+    leaders: list[int],
+    order: IntArray,
     counts: IntArray,
     labels: LabelStyle,
     media: list[images.Named] | None,
     response_media: list[images.Named] | None,
     device: torch.device | str | None,
-    order: IntArray | None = None,
 ) -> PackedBatch:
-    """Pack prompts [G] and responses [N], both in packed order; counts [G] are the responses of each group."""
+    """Pack the prompts of the input that lead groups, [G] leaders, and the responses in the packed order [N]; counts
+    [G] are the responses of each group."""
     check_label_style(labels)
+    for i in leaders:
+        if len(prompts[i]) == 0:
+            raise ValueError(f"prompts[{i}] is empty, expected at least one token")
+    prompts, responses = [prompts[i] for i in leaders], [responses[i] for i in order]
+    media = media and [media[i] for i in leaders]
+    response_media = response_media and [response_media[i] for i in order]
     check_one_device(prompts + responses)
     copies = label_copies(labels)
     pieces: list[torch.Tensor] = []
@@ -588,8 +569,6 @@ def _assemble(
         for response in responses[begin:end]:
             pieces.extend((last, response))
     input_ids = torch.cat(pieces)
-    if order is None:
-        order = np.arange(len(responses))
     prompt_lens = np.array([len(p) for p in prompts], np.int64)
     response_lens = np.array([len(r) for r in responses], np.int64)
     layout = Layout.from_lengths(
