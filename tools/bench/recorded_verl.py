@@ -29,12 +29,12 @@ from verl.utils.device import get_torch_device
 from dualkv.data.rollouts import load_tokenizer, read_rollouts
 from dualkv.grpo import group_advantages
 from dualkv.models import load_model
+from tools.bench import harness
 from tools.bench.record import JsonPath, Record
 from tools.bench.symbols import Task
 from tools.bench.train_verl import one_process, settings_for
 from tools.bench.verl import (
     Settings,
-    apart,
     log_probs_of,
     make_batch,
     make_worker,
@@ -157,7 +157,7 @@ def compare(
         figures["log_probs_from_fp32"] = difference(before[:1], exact)
         figures["log_probs_apart"] = [difference(x, y) for x, y in zip((before, after), first, strict=False)]
         moved, first_moved = ({n: x - start[n] for n, x in w.items()} for w in (weights, first[2]))
-        figures["weights_apart"] = apart(moved, first_moved)
+        figures["weights_apart"] = harness.apart(moved, first_moved)
         for kind, rewarded in (("rewarded", True), ("others", False)):
             figures[kind] = [per_answer(x, rewards, rewarded) for x in (before, after)]
         found[name] = figures

@@ -51,7 +51,7 @@ from dualkv.bench.run import in_words
 from dualkv.integrations.verl import MODEL_TYPE, work
 from dualkv.integrations.verl.balance import rollouts_by_tag
 from dualkv.models import CONFIGS
-from tools.bench import ragged, stock_attention, ulysses, verl_options
+from tools.bench import harness, ragged, stock_attention, verl_options
 from tools.bench.random_weights import random_model, random_shards, save_config
 from tools.bench.record import JsonPath, Record
 from tools.bench.verl_options import Algorithm, Engine
@@ -100,20 +100,14 @@ class Common:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Common):
-    """The settings of a measurement with FSDP."""
+    """The settings of a measurement with FSDP2."""
 
-    strategy: str
-    sequence_parallel: int
     liger: bool
     checkpointing: bool
     keep: str
-    hold_gradients: bool
-    offload: bool
     walk: bool = False
-    reshard: bool = True
     trees: bool = False
     batch_invariant: bool = False
-    fast: bool = False
 
 
 Kind = TypeVar("Kind", bound=Common)
@@ -137,7 +131,7 @@ def build(s: Settings) -> Any:
         restore(AutoModelForCausalLM._model_mapping[type(config)])
         torch.manual_seed(0)  # every worker has the same weights
         patches.enter_context(mock.patch.object(AutoModelForCausalLM, "from_pretrained", random_model))
-        if s.strategy == "fsdp2" and not config.tie_word_embeddings:
+        if not config.tie_word_embeddings:
             for name, fake in (
                 ("get_init_weight_context_manager", lambda **_: init_empty_weights),
                 ("fsdp2_load_full_state_dict", random_shards),
@@ -174,19 +168,13 @@ def make_worker(s: Settings, folder: Path) -> Any:
         attention = ragged.NAME
     elif attention in stock_attention.CALLS:
         attention = stock_attention.register(attention, s.prompt_len + s.response_len)
-        if s.sequence_parallel > 1:
-            attention = ulysses.exchange_heads(attention)
     batching = {"max_token_len_per_gpu": s.max_tokens, "micro_batch_size_per_gpu": s.micro_batch}
     fsdp = FSDPEngineConfig(
-        strategy=s.strategy,
+        strategy="fsdp2",
         model_dtype="fp32",
         mixed_precision={"param_dtype": s.dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
         use_dynamic_bsz=s.max_tokens is not None,
-        ulysses_sequence_parallel_size=s.sequence_parallel,
-        use_no_sync_for_gradient_accumulation=s.hold_gradients,
-        reshard_after_forward=s.reshard,
-        param_offload=s.offload,
-        optimizer_offload=s.offload,
+        use_no_sync_for_gradient_accumulation=True,  # gradients are reduced once, at an update's last micro-batch
         **batching,
         **{f"infer_{name}": value for name, value in batching.items()},
     )
@@ -204,7 +192,6 @@ def make_worker(s: Settings, folder: Path) -> Any:
             "dualkv_trees": s.trees or s.trace is not None,
             "dualkv_batch_invariant": s.batch_invariant,
             "dualkv_walk": s.walk,
-            "dualkv_fast": s.fast,
         },
     )
     worker = TrainingWorker(
@@ -326,17 +313,6 @@ def gradients_on(
     return found
 
 
-def apart(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
-    """||found - wanted|| / ||wanted||, over all gradients."""
-    if found.keys() != wanted.keys():
-        raise ValueError(f"gradients of other parameters: {sorted(found.keys() ^ wanted.keys())[:3]}")
-    sums = torch.zeros(2, dtype=torch.float64)
-    for name, x in found.items():
-        exact = wanted[name].to(x.device)
-        sums += torch.stack([y.double().square().sum() for y in (x - exact, exact)]).cpu()
-    return float((sums[0] / sums[1]).sqrt())
-
-
 def claim_memory() -> None:
     """Maps the GPU's free memory once, but for a reserve, so that no measured update waits for it."""
     if get_device_name() == "cuda":
@@ -447,7 +423,7 @@ def measure_all(
             if fresh:
                 checked = check(s, worker)
                 distances = {
-                    name: apart(gradients_on(replace(s, trace=name), worker, old[name]), wanted)
+                    name: harness.apart(gradients_on(replace(s, trace=name), worker, old[name]), wanted)
                     for name, wanted in exact.items()
                 }
             found = measure(s, worker, fresh) | checked
@@ -477,9 +453,6 @@ def settings_of(options: dict[str, Any], kind: type[Kind]) -> Kind:
             raise typer.BadParameter("sequences of a trace differ in length: veRL's own engine needs attention ragged")
         if options["max_tokens"] is None:
             raise typer.BadParameter("a trace needs --max-tokens")
-    known = (*stock_attention.CALLS, "flash_attention_2")
-    if options.get("sequence_parallel", 1) > 1 and options["attention"] not in known:
-        raise typer.BadParameter(f"veRL has no sequence parallelism with attention {options['attention']!r}")
     if unknown := options.keys() - kind.__dataclass_fields__.keys():
         raise typer.BadParameter(f"a row has {', '.join(sorted(unknown))}, which is no option")
     return kind(**options | {"engine": Engine(options["engine"]), "algorithm": Algorithm(options["algorithm"])})
@@ -488,7 +461,7 @@ def settings_of(options: dict[str, Any], kind: type[Kind]) -> Kind:
 def summary(figures: dict[str, Any]) -> str:
     s = figures["settings"]
     size = f"{s['micro_batch']} rollouts" if s["micro_batch"] else f"{s['max_tokens']} tokens"
-    for name in ("sequence_parallel", "tensor_parallel", "context_parallel", "pipeline_parallel"):
+    for name in ("tensor_parallel", "context_parallel", "pipeline_parallel"):
         if s.get(name, 1) > 1:
             size += f", {name.replace('_', ' ')} {s[name]}"
     what = f"{s['engine']}, {s['model']}, {s['layers'] or 'all'} layers, {s['algorithm']}, micro-batches of {size}"
@@ -537,8 +510,6 @@ def main(
     micro_batch: verl_options.MicroBatch = None,
     max_tokens: verl_options.MaxTokens = None,
     algorithm: verl_options.Algorithms = Algorithm.GRPO,
-    strategy: Annotated[str, typer.Option(help="fsdp or fsdp2.")] = "fsdp2",
-    sequence_parallel: Annotated[int, typer.Option(help="Ulysses degree.")] = 1,
     attention: Annotated[
         str,
         typer.Option(
@@ -549,16 +520,7 @@ def main(
     liger: Annotated[bool, typer.Option(help="Liger's norms, rotary embedding and MLP.")] = False,
     checkpointing: Annotated[bool, typer.Option(help="Compute layers again in the backward.")] = True,
     keep: Annotated[str, typer.Option(help="But not attention, or products; with packed groups.")] = "nothing",
-    hold_gradients: Annotated[
-        bool,
-        typer.Option(help="Whole, until an update's last micro-batch; or reduced after each, as veRL's trainer does."),
-    ] = True,
-    offload: Annotated[bool, typer.Option(help="Parameters and optimizer wait on the host.")] = False,
     walk: Annotated[bool, typer.Option(help="Groups larger than --max-tokens; update once with --untimed 1.")] = False,
-    reshard: Annotated[bool, typer.Option(help="Layers after a forward; else they stay gathered.")] = True,
-    fast: Annotated[
-        bool, typer.Option(help="With fused norms, rotary embeddings and MLPs; with packed groups.")
-    ] = False,
     dtype: Annotated[str, typer.Option(help="Of the computation: bf16 or fp32.")] = "bf16",
     updates: verl_options.Updates = 3,
     untimed: verl_options.Untimed = 0,

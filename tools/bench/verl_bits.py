@@ -106,7 +106,6 @@ def main(
     response_len: verl_options.ResponseLen = 512,
     max_tokens: verl_options.MaxTokens = 9000,
     budgets: Annotated[list[int] | None, typer.Option(help="Tokens of micro-batches of scores.")] = None,
-    strategy: Annotated[str, typer.Option(help="fsdp or fsdp2.")] = "fsdp2",
     keep: Annotated[str, typer.Option(help="What checkpointed layers keep.")] = "attention",
     dtype: Annotated[str, typer.Option(help="Of the computation: bf16 or fp32.")] = "bf16",
 ) -> None:
@@ -131,8 +130,7 @@ def main(
 
 FIXED: dict[str, Any] = {
     "engine": "dualkv", "micro_batch": None, "algorithm": "grpo", "attention": "sdpa", "head": "unfused",
-    "updates": 1, "learning_rate": 1e-6, "sequence_parallel": 1, "liger": False, "checkpointing": True,
-    "hold_gradients": True, "offload": False,
+    "updates": 1, "learning_rate": 1e-6, "liger": False, "checkpointing": True,
 }  # fmt: skip
 
 if __name__ == "__main__":

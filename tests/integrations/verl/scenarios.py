@@ -294,9 +294,8 @@ OVERRIDES = [
 
 BENCH = {
     "engine": "dualkv", "model": "tiny", "layers": 1, "groups": 1, "responses": 4, "prompt_len": 60, "response_len": 10,
-    "micro_batch": None, "max_tokens": 110, "strategy": "fsdp2", "sequence_parallel": 1,
-    "attention": "sdpa", "head": "torch", "liger": False, "checkpointing": True, "keep": "attention", "offload": False,
-    "hold_gradients": True, "dtype": "bf16", "updates": 1, "learning_rate": 1e-6, "algorithm": "dapo",
+    "micro_batch": None, "max_tokens": 110, "attention": "sdpa", "head": "torch", "liger": False, "checkpointing": True,
+    "keep": "attention", "dtype": "bf16", "updates": 1, "learning_rate": 1e-6, "algorithm": "dapo",
 }  # fmt: skip
 
 STOCK_BENCH = BENCH | {"engine": "verl", "max_tokens": None, "attention": "math"}
@@ -383,15 +382,8 @@ ONE_MORE: dict[str, dict[str, Any]] = {
 }
 TWO_MORE: dict[str, dict[str, Any]] = {
     "dp2-one-rank-multimodal": PACKED | {"run": "multimodal", "at": 1},
-    "sp2-bench": {
-        "run": "bench",
-        "rows": [STOCK_BENCH | {"micro_batch": 2, "sequence_parallel": 2, "hold_gradients": False}],
-    },
-    "exchange": {"run": "exchange"},
     "dp2-one-rank-too-long": PACKED | {"run": "scored", "budget": 33, "groups": SECOND_RANK_LONG},
 }
-
-FOUR_MORE: dict[str, dict[str, Any]] = {"exchange-more-than-kv-heads": {"run": "exchange"}}
 
 # By a name: ranks, and what they run one after another.
 SCENARIOS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
@@ -400,7 +392,7 @@ SCENARIOS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "equal-bits-of-two": (2, EQUAL_BITS_OF_TWO),
     "hybrids": (1, HYBRIDS),
     "two": (2, TWO | TWO_MORE),
-    "four": (4, FOUR | FOUR_MORE),
+    "four": (4, FOUR),
     "hybrids-over-two": (2, OVER_TWO),
     "hybrids-over-four": (4, OVER_FOUR),
     "fp64": (1, FP64[1]),

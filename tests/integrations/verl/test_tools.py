@@ -44,20 +44,6 @@ def test_old_log_probs_of_the_bench_are_those_of_the_responses(results: Results)
         assert torch.allclose(x, y, atol=1e-4)
 
 
-def test_bench_of_stock_sequence_parallelism(results: Results) -> None:
-    for found in results("sp2-bench"):
-        (row,) = found["rows"]
-        assert row["replicated_tokens"] == 4 * 70
-        assert len(row["seconds"]["each"]) == 1
-
-
-@pytest.mark.parametrize("name", ["exchange", "exchange-more-than-kv-heads"])
-def test_stock_attention_across_ranks_is_that_of_whole_sequences(results: Results, name: str) -> None:
-    for found in results(name):
-        assert len(found["errors"]) == 4
-        assert max(found["errors"]) < 1e-14
-
-
 def test_training_is_the_same_with_both_engines(results: Results) -> None:
     found = results("training")[0]
     assert found["rewarded"]["dualkv"] == found["rewarded"]["verl"]

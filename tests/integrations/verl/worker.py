@@ -30,11 +30,9 @@ from tensordict import TensorDict
 from torch import nn
 from torch.distributed.fsdp import OffloadPolicy
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
-from transformers.modeling_utils import AttentionInterface
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
-from verl.utils.ulysses import set_ulysses_sequence_parallel_group
 from verl.workers.config import (
     FSDPActorConfig,
     FSDPCriticConfig,
@@ -61,7 +59,7 @@ from dualkv.ops import reference
 from dualkv.prefixes import SharedPrefixes
 from tests.integrations.doubled import double_throughout
 from tests.integrations.verl.rollouts import MODELS, UPDATE, make_rollouts, nested
-from tools.bench import recorded_verl, stock_attention, train_verl, ulysses, verl_options
+from tools.bench import recorded_verl, train_verl, verl_options
 from tools.bench import verl as bench_verl
 
 SCORES = ("log_probs", "entropy", "sum_pi_squared", "values")
@@ -446,26 +444,6 @@ def old_log_probs(s: dict[str, Any], _models: Path) -> dict[str, Any]:
             logp = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
         wanted.append(logp.gather(1, ids[1:, None])[-len(response) :, 0])
     return {"found": found, "wanted": wanted}
-
-
-def exchange(_s: dict[str, Any], _models: Path) -> dict[str, Any]:
-    """Measure how far Ulysses around the benchmark's attention is from attention of whole sequences: output and
-    gradients."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, dout = (torch.randn(1, h, 16, 8, generator=generator, dtype=torch.float64) for h in (8, 2, 2, 8))
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-
-    def run(name: str, dout: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]:
-        leaves = tuple(x.clone().requires_grad_() for x in leaves)
-        out, _ = AttentionInterface()[name](None, *leaves, None, scaling=0.3)
-        return [out.transpose(1, 2), *torch.autograd.grad(out, leaves, dout.transpose(1, 2))]
-
-    whole = stock_attention.register("math", 8)
-    wanted = run(whole, dout, q, k, v)
-    set_ulysses_sequence_parallel_group(dist.group.WORLD)
-    found = run(ulysses.exchange_heads(whole), *(x.chunk(ranks, 2)[rank] for x in (dout, q, k, v)))
-    set_ulysses_sequence_parallel_group(None)
-    return {"errors": [float((a - b.chunk(ranks, 2)[rank]).abs().max()) for a, b in zip(found, wanted, strict=True)]}
 
 
 def training(s: dict[str, Any], models: Path) -> dict[str, Any]:
