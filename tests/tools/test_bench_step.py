@@ -15,9 +15,9 @@ from dualkv.models import CONFIGS
 from tests.integrations.tiny import make_model
 from tools.bench import harness, stock_attention
 from tools.bench import step as bench_step
-from tools.bench.step import Sizes
+from tools.bench.step import Update
 
-SIZES = Sizes("tiny", layers=1, responses=4, prompt_len=24, response_len=6, micro_batch=2, repeats=2, chunk_size=10,
+SIZES = Update("tiny", layers=1, responses=4, prompt_len=24, response_len=6, micro_batch=2, repeats=2, chunk_size=10,
               dtype="float32")  # fmt: skip
 
 

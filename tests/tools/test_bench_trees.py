@@ -14,7 +14,7 @@ from tests.integrations.tiny import SIZES
 from tools import filed, tables
 from tools.bench import trees as bench
 from tools.bench.record import Record
-from tools.bench.step import Sizes, make_model, step
+from tools.bench.step import Update, make_model, step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -25,7 +25,7 @@ NAME = "trace-tau2-1-n3-t3-x0.01"
 @pytest.fixture
 def sizes(monkeypatch):
     monkeypatch.setitem(CONFIGS, "smallest", SIZES | {"model_type": "qwen3", "num_hidden_layers": 1})
-    return Sizes("smallest", 1, 0, 0, 0, 0, repeats=1, chunk_size=10, dtype="float32", optimizer=True)
+    return Update("smallest", 1, 0, 0, 0, 0, repeats=1, chunk_size=10, dtype="float32", optimizer=True)
 
 
 def test_ways_compute_the_same(sizes):

@@ -1,16 +1,46 @@
-"""Parts that the benchmarks of whole steps share: models with random weights, time, memory and distances."""
+"""Parts that the benchmarks of whole steps share: options, models with random weights, time, memory, distances."""
 
 from __future__ import annotations
 
+import functools
 import gc
+import inspect
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import fields
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import torch
 
 from dualkv.models import CONFIGS
+
+
+def takes(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a decorator of commands `run(json_to, settings, ...)`, whose options are the fields of a dataclass.
+
+    Fields that are annotated with an option are options, with the field's default; others keep their defaults. The
+    command calls `run` with an instance of `kind` as `settings`.
+    """
+    hints = get_type_hints(kind, include_extras=True)
+    options = {f.name: f.default for f in fields(kind) if get_origin(hints[f.name]) is Annotated}
+
+    def decorate(run: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(run)
+        def command(json_to: Any, **given: Any) -> None:
+            mine = {name: given.pop(name, default) for name, default in options.items()}
+            run(json_to, kind(**mine), **given)
+
+        file, _, *others = inspect.signature(run, eval_str=True).parameters.values()
+        of_kind = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
+            for name, default in options.items()
+        ]
+        own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in others]
+        command.__signature__ = inspect.Signature([file, *of_kind, *own])  # type: ignore[attr-defined]
+        return command
+
+    return decorate
 
 
 def make_config(model: str, layers: int | None = None) -> Any:

@@ -282,23 +282,22 @@ def measure(
             model.zero_grad(set_to_none=True)
 
 
+@dataclass(frozen=True)
+class Hybrid(Sizes):
+    """A group of a hybrid model."""
+
+    model: Annotated[str, typer.Option(help="Of dualkv.models.CONFIGS; random weights.")] = "qwen3.5-9b"
+
+
+@harness.takes(Hybrid)
 def main(
     json_to: JsonPath,
-    model: Annotated[str, typer.Option(help="Of dualkv.models.CONFIGS; random weights.")] = "qwen3.5-9b",
-    layers: Annotated[int, typer.Option(help="Of the model.")] = 8,
-    responses: Annotated[int, typer.Option("--responses", "-n", help="Of the one prompt.")] = 32,
-    prompt_len: Annotated[int, typer.Option("--prompt-len", "-p", help="Tokens.")] = 8192,
-    response_len: Annotated[int, typer.Option("--response-len", "-r", help="Tokens of each response.")] = 2048,
-    micro_batch: Annotated[int, typer.Option(help="Replicated sequences at once; packed, the group is.")] = 8,
-    repeats: Annotated[int, typer.Option(help="Packed; replicated it is one, after one micro-batch.")] = 3,
-    chunk_size: Annotated[int, typer.Option(help="Rows of the head at a time.")] = 4096,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    sizes: Hybrid,
     short: Annotated[str, typer.Option(help="Groups, responses, longest prompt, longest response.")] = "64,8,512,256",
     near: Annotated[str, typer.Option(help="The same, for the distance from fp32.")] = "2,8,1024,256",
     only: Annotated[str | None, typer.Option(help=f"Of {', '.join(PARTS)}, with semicolons between.")] = None,
 ) -> None:
     """Measure a hybrid model packed and replicated; figures are written after each part."""
-    sizes = Sizes(model, layers, responses, prompt_len, response_len, micro_batch, repeats, chunk_size, dtype)
     device = harness.best_device()
     record = Record(json_to, device.type == "cuda")
     many, few = (Groups(*map(int, some.split(","))) for some in (short, near))

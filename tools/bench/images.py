@@ -38,17 +38,21 @@ TINY = {"depth": 3, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, 
 
 @dataclass(frozen=True)
 class Sizes:
-    layers: int
-    responses: int
-    response_len: int
-    images: int
-    side: int
-    text: int
-    micro_batch: int
-    repeats: int
-    tiny: bool
-    turns: int = 0
-    walk: int = 0
+    """The model and the group."""
+
+    layers: Annotated[int, typer.Option(help="Of the decoder.")] = 8
+    responses: Annotated[int, typer.Option("--responses", "-n", help="Of the one prompt.")] = 16
+    response_len: Annotated[
+        int, typer.Option("--response-len", "-r", help="Tokens of text of each response, or of each turn.")
+    ] = 1024
+    images: Annotated[int, typer.Option(help="Of the prompt.")] = 4
+    side: Annotated[int, typer.Option(help="Tokens a side of an image: 32 are 1,024 tokens.")] = 32
+    text: Annotated[int, typer.Option(help="Tokens of text in the prompt.")] = 500
+    micro_batch: Annotated[int, typer.Option(help="Replicated sequences at once; packed, the group is.")] = 4
+    repeats: Annotated[int, typer.Option(help="Packed; replicated it is one, after one micro-batch.")] = 3
+    turns: Annotated[int, typer.Option(help="Of a response, an image and text each; 0: it is text.")] = 0
+    walk: Annotated[int, typer.Option(help="Rows of a part; 0: no walk.")] = 0
+    tiny: Annotated[bool, typer.Option(help="A narrow model, to try the program.")] = False
 
 
 class Group(NamedTuple):
@@ -229,24 +233,9 @@ def measure(sizes: Sizes, device: torch.device) -> dict[str, Any]:
     }
 
 
-def main(
-    json_to: JsonPath,
-    layers: Annotated[int, typer.Option(help="Of the decoder.")] = 8,
-    responses: Annotated[int, typer.Option("--responses", "-n", help="Of the one prompt.")] = 16,
-    response_len: Annotated[
-        int, typer.Option("--response-len", "-r", help="Tokens of text of each response, or of each turn.")
-    ] = 1024,
-    images: Annotated[int, typer.Option(help="Of the prompt.")] = 4,
-    side: Annotated[int, typer.Option(help="Tokens a side of an image: 32 are 1,024 tokens.")] = 32,
-    text: Annotated[int, typer.Option(help="Tokens of text in the prompt.")] = 500,
-    micro_batch: Annotated[int, typer.Option(help="Replicated sequences at once; packed, the group is.")] = 4,
-    repeats: Annotated[int, typer.Option(help="Packed; replicated it is one, after one micro-batch.")] = 3,
-    turns: Annotated[int, typer.Option(help="Of a response, an image and text each; 0: it is text.")] = 0,
-    walk: Annotated[int, typer.Option(help="Rows of a part; 0: no walk.")] = 0,
-    tiny: Annotated[bool, typer.Option(help="A narrow model, to try the program.")] = False,
-) -> None:
+@harness.takes(Sizes)
+def main(json_to: JsonPath, sizes: Sizes) -> None:
     """Measure forward and backward of a group with images, replicated and packed."""
-    sizes = Sizes(layers, responses, response_len, images, side, text, micro_batch, repeats, tiny, turns, walk)
     device = harness.best_device()
     record = Record(json_to, device.type == "cuda")
     figures = measure(sizes, device)

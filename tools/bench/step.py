@@ -27,18 +27,17 @@ WAYS = "packed", "replicated"
 
 @dataclass(frozen=True)
 class Sizes:
-    """The model and the group: the options of the command line, which explains them."""
+    """The model and the group."""
 
-    model: str
-    layers: int
-    responses: int
-    prompt_len: int
-    response_len: int
-    micro_batch: int
-    repeats: int
-    chunk_size: int
-    dtype: str
-    optimizer: bool = False
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}; random weights.")] = "qwen3-8b"
+    layers: Annotated[int, typer.Option(help="Of the model.")] = 8
+    responses: Annotated[int, typer.Option("--responses", "-n", help="Of the one prompt.")] = 32
+    prompt_len: Annotated[int, typer.Option("--prompt-len", "-p", help="Tokens.")] = 8192
+    response_len: Annotated[int, typer.Option("--response-len", "-r", help="Tokens of each response.")] = 2048
+    micro_batch: Annotated[int, typer.Option(help="Replicated sequences at once; packed, the group is.")] = 8
+    repeats: Annotated[int, typer.Option(help="Packed; replicated it is one, after one micro-batch.")] = 3
+    chunk_size: Annotated[int, typer.Option(help="Rows of the head at a time.")] = 4096
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16"
 
     @property
     def length(self) -> int:
@@ -52,6 +51,13 @@ class Sizes:
             "packed": packed_batches(rollouts, self.prompt_len + self.responses * self.response_len, device),
             "replicated": replicated_batches(rollouts, self.micro_batch * self.length, device),
         }
+
+
+@dataclass(frozen=True)
+class Update(Sizes):
+    """A group, and whether the optimizer makes a step."""
+
+    optimizer: Annotated[bool, typer.Option("--optimizer", help="With a step of AdamW, states in this dtype.")] = False
 
 
 def make_model(sizes: Sizes, device: torch.device) -> Any:
@@ -131,7 +137,7 @@ def step(
 
 
 def measure(
-    sizes: Sizes, ways: list[str], device: torch.device, stocks: Iterable[str] = stock_attention.QUICK
+    sizes: Update, ways: list[str], device: torch.device, stocks: Iterable[str] = stock_attention.QUICK
 ) -> Iterator[dict[str, Any]]:
     """The figures after each way; a way that fails says why, and the other runs."""
     weights = loss_weights(sizes.responses * sizes.response_len, device)
@@ -157,7 +163,7 @@ def measure(
 
 
 def run_way(
-    way: str, sizes: Sizes, model: Any, weights: torch.Tensor, stock: str
+    way: str, sizes: Update, model: Any, weights: torch.Tensor, stock: str
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Log-probs [M] and figures of a way."""
     batches = sizes.batches(weights.device)[way]
@@ -183,27 +189,16 @@ def run_way(
     return logp, found | timed | {"tflops_done": done, "tflops_nominal": nominal}
 
 
+@harness.takes(Update)
 def main(
     json_to: JsonPath,
-    model: Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}; random weights.")] = "qwen3-8b",
-    layers: Annotated[int, typer.Option(help="Of the model.")] = 8,
-    responses: Annotated[int, typer.Option("--responses", "-n", help="Of the one prompt.")] = 32,
-    prompt_len: Annotated[int, typer.Option("--prompt-len", "-p", help="Tokens.")] = 8192,
-    response_len: Annotated[int, typer.Option("--response-len", "-r", help="Tokens of each response.")] = 2048,
-    micro_batch: Annotated[int, typer.Option(help="Replicated sequences at once; packed, the group is.")] = 8,
-    repeats: Annotated[int, typer.Option(help="Packed; replicated it is one, after one micro-batch.")] = 3,
-    chunk_size: Annotated[int, typer.Option(help="Rows of the head at a time.")] = 4096,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
-    optimizer: Annotated[bool, typer.Option("--optimizer", help="With a step of AdamW, states in this dtype.")] = False,
+    sizes: Update,
     stock: Annotated[
         str, typer.Option(help=f"Attention to try for replicated rows, of {', '.join(stock_attention.CALLS)}.")
     ] = ",".join(stock_attention.QUICK),
     ways: Annotated[str, typer.Option(help=f"Of {', '.join(WAYS)}, by commas.")] = ",".join(WAYS),
 ) -> None:
     """Measure forward and backward of one group, or an update; figures are written after each way."""
-    sizes = Sizes(
-        model, layers, responses, prompt_len, response_len, micro_batch, repeats, chunk_size, dtype, optimizer
-    )
     device = harness.best_device()
     record = Record(json_to, device.type == "cuda")
     for figures in measure(sizes, ways.split(","), device, stock.split(",")):

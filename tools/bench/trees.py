@@ -36,7 +36,7 @@ from dualkv.integrations.transformers.batches import ModelBatch
 from dualkv.models import CONFIGS
 from tools.bench import harness, ragged
 from tools.bench.record import JsonPath, Record
-from tools.bench.step import Sizes, loss_weights, make_model, step
+from tools.bench.step import Update, loss_weights, make_model, step
 
 WAYS = "replicated", "gathered", "packed"
 ALONE = 2**40  # tokens to share at least: nothing is
@@ -140,7 +140,7 @@ class Job(NamedTuple):
         return cls(name, int(rows or budget), own.split(",") if own else ways)
 
 
-def measure(sizes: Sizes, jobs: list[Job], limit: float, device: torch.device) -> Iterator[dict[str, Any]]:
+def measure(sizes: Update, jobs: list[Job], limit: float, device: torch.device) -> Iterator[dict[str, Any]]:
     """The figures after each way of each trace; a way that fails says why, and the others run. After `limit` seconds
     nothing is begun."""
     begun = time.monotonic()
@@ -260,7 +260,7 @@ def main(
     ] = None,
 ) -> None:
     """Measure updates; figures are written after each way of each trace."""
-    sizes = Sizes(model, layers, 0, 0, 0, 0, repeats, chunk_size, dtype, optimizer=True)
+    sizes = Update(model, layers, 0, 0, 0, 0, repeats, chunk_size, dtype, optimizer=True)
     jobs = [Job.parse(text, budget, ways.split(",")) for text in trace or JOBS]
     device = harness.best_device()
     record, about = Record(json_to, device.type == "cuda"), {"model": model, "layers": layers, "dtype": dtype}

@@ -63,23 +63,23 @@ Step = Callable[[], tuple[torch.Tensor, torch.Tensor, int]]
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a measurement: the options of the command line, which explains them."""
+    """The settings of a measurement; `trace` takes the place of the groups."""
 
-    model: str
-    groups: int
-    responses: int
-    prompt_len: int
-    response_len: int
-    ways: list[str]
-    attention: str
-    dtype: str
-    checkpointing: bool
-    steps: int
-    layers: int | None = None
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}; random weights.")] = "qwen3-0.6b"
+    groups: Annotated[int, typer.Option(help="Prompts of the micro-batch.")] = 1
+    responses: Annotated[int, typer.Option("--responses", "-n", help="Responses of each prompt.")] = 16
+    prompt_len: Annotated[int, typer.Option("--prompt-len", "-p", help="Tokens of each prompt.")] = 4096
+    response_len: Annotated[int, typer.Option("--response-len", "-r", help="Most tokens of a response.")] = 512
+    shortest: Annotated[int | None, typer.Option(help="Fewest tokens of a response; half by default.")] = None
+    micro_batch: Annotated[int | None, typer.Option(help="Responses at once of the way split.")] = None
+    ways: Annotated[list[str] | None, typer.Option("--way", help=f"Of {', '.join(WAYS)}; repeat it for more.")] = None
+    attention: Annotated[str, typer.Option(help="transformers' attention of TRL's padded rows.")] = "sdpa"
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16"
+    checkpointing: Annotated[bool, typer.Option(help="Compute layers again in the backward, TRL's default.")] = True
+    steps: Annotated[int, typer.Option(help="To measure, after one that is not.")] = 2
+    layers: Annotated[int | None, typer.Option(help="Of the model; all of them by default.")] = None
     trace: str | None = None
     distance: bool = False
-    shortest: int | None = None
-    micro_batch: int | None = None
 
 
 @dataclass(frozen=True)
@@ -288,7 +288,7 @@ def measure(s: Settings, device: torch.device) -> Iterator[dict[str, Any]]:
     rollouts, found = make_rollouts(s), dict[str, Any]()
     exact = gradients_in_fp32(s, rollouts, device) if s.distance else {}
     reference: torch.Tensor | None = None
-    for way in s.ways:
+    for way in s.ways or ():
         gc.collect()
         try:
             split = found.get("split", {}).get("peak_gib") or 0.0
@@ -333,44 +333,32 @@ def of_way(
     return found, logp
 
 
+@harness.takes(Settings)
 def main(
     json_to: JsonPath,
-    model: Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}; random weights.")] = "qwen3-0.6b",
-    groups: Annotated[int, typer.Option(help="Prompts of the micro-batch.")] = 1,
-    responses: Annotated[int, typer.Option("--responses", "-n", help="Responses of each prompt.")] = 16,
-    prompt_len: Annotated[int, typer.Option("--prompt-len", "-p", help="Tokens of each prompt.")] = 4096,
-    response_len: Annotated[int, typer.Option("--response-len", "-r", help="Most tokens of a response.")] = 512,
-    shortest: Annotated[int | None, typer.Option(help="Fewest tokens of a response; half by default.")] = None,
-    micro_batch: Annotated[int | None, typer.Option(help="Responses at once of the way split.")] = None,
-    ways: Annotated[list[str] | None, typer.Option("--way", help=f"Of {', '.join(WAYS)}; repeat it for more.")] = None,
-    attention: Annotated[str, typer.Option(help="transformers' attention of TRL's padded rows.")] = "sdpa",
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
-    checkpointing: Annotated[bool, typer.Option(help="Compute layers again in the backward, TRL's default.")] = True,
-    steps: Annotated[int, typer.Option(help="To measure, after one that is not.")] = 2,
-    layers: Annotated[int | None, typer.Option(help="Of the model; all of them by default.")] = None,
+    s: Settings,
     trace: Annotated[list[str] | None, typer.Option(help="Their sequences, in place of groups.")] = None,
     distance: Annotated[
         list[str] | None, typer.Option(help="Further traces, first, whose gradients are compared with fp32.")
     ] = None,
 ) -> None:
     """Measure forward and backward of one micro-batch; print and write the figures."""
-    if model not in CONFIGS:
-        raise typer.BadParameter(f"{model!r} is none of {', '.join(CONFIGS)}")
-    if dtype not in DTYPES:
-        raise typer.BadParameter(f"{dtype!r} is none of {', '.join(DTYPES)}")
-    ways = list(WAYS[:3]) if ways is None else ways
+    if s.model not in CONFIGS:
+        raise typer.BadParameter(f"{s.model!r} is none of {', '.join(CONFIGS)}")
+    if s.dtype not in DTYPES:
+        raise typer.BadParameter(f"{s.dtype!r} is none of {', '.join(DTYPES)}")
+    ways = list(WAYS[:3]) if s.ways is None else s.ways
     kinds = ["walked" if way.startswith("walked:") else way for way in ways]
     if not set(kinds) <= set(WAYS):
         raise typer.BadParameter(f"--way is {', '.join(ways)}, expected some of {', '.join(WAYS)}")
-    if "split" in ways and micro_batch is None:
+    if "split" in ways and s.micro_batch is None:
         raise typer.BadParameter("--way split is given without --micro-batch")
     if "walked" in kinds and "split" not in kinds[: kinds.index("walked")]:
         raise typer.BadParameter("--way walked is given without --way split before it, whose memory is its limit")
     names = list(dict.fromkeys([*(distance or []), *(trace or [])]))
     if unknown := [name for name in names if traces.parse(name) is None]:
         raise typer.BadParameter(f"{unknown[0]!r} is no trace")
-    given = {name: value for name, value in locals().items() if name in Settings.__dataclass_fields__}
-    settings = Settings(**given | {"trace": None, "distance": False})
+    settings = replace(s, ways=ways)
     logging.basicConfig()
     logging.getLogger("dualkv").setLevel(logging.INFO)  # walks log what they measure and plan
     device = harness.best_device()

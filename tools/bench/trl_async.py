@@ -61,15 +61,15 @@ WAYS: dict[str, Any] = {"trl": theirs.AsyncGRPOTrainer, "dualkv": AsyncGRPOTrain
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a measurement: the options of the command line, which explains them."""
+    """The settings of a measurement."""
 
-    model: str
-    layers: int | None
-    dtype: str
-    autocast: bool
-    checkpointing: bool
-    turns: int
-    seconds: float
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}; random weights.")] = "qwen3-8b"
+    layers: Annotated[int | None, typer.Option(help="Of the model; all of them by default.")] = None
+    dtype: Annotated[str, typer.Option(help=f"Of the weights, one of {', '.join(DTYPES)}.")] = "bfloat16"
+    autocast: Annotated[bool, typer.Option(help="To bfloat16, TRL's default.")] = True
+    checkpointing: Annotated[bool, typer.Option(help="Compute layers again in the backward, TRL's default.")] = True
+    turns: Annotated[int, typer.Option(help="To measure, of each trainer, after one that is not.")] = 4
+    seconds: Annotated[float, typer.Option(help="At least, of each turn.")] = 2.0
 
 
 def recorded(cls: Any) -> Any:
@@ -219,27 +219,21 @@ def measure(steps: dict[str, Step], inputs: dict[str, torch.Tensor], s: Settings
     return found
 
 
+@harness.takes(Settings)
 def main(
     json_to: JsonPath,
-    model: Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}; random weights.")] = "qwen3-8b",
-    layers: Annotated[int | None, typer.Option(help="Of the model; all of them by default.")] = None,
+    s: Settings,
     trace: Annotated[list[str] | None, typer.Option(help="Its sequences; repeat it for more.")] = None,
     distance: Annotated[list[str] | None, typer.Option(help="Further traces, compared with fp32, not timed.")] = None,
-    dtype: Annotated[str, typer.Option(help=f"Of the weights, one of {', '.join(DTYPES)}.")] = "bfloat16",
-    autocast: Annotated[bool, typer.Option(help="To bfloat16, TRL's default.")] = True,
-    checkpointing: Annotated[bool, typer.Option(help="Compute layers again in the backward, TRL's default.")] = True,
-    turns: Annotated[int, typer.Option(help="To measure, of each trainer, after one that is not.")] = 4,
-    seconds: Annotated[float, typer.Option(help="At least, of each turn.")] = 2.0,
 ) -> None:
     """Measure both trainers in turns; print and write the figures."""
-    if model not in CONFIGS:
-        raise typer.BadParameter(f"{model!r} is none of {', '.join(CONFIGS)}")
-    if dtype not in DTYPES:
-        raise typer.BadParameter(f"{dtype!r} is none of {', '.join(DTYPES)}")
+    if s.model not in CONFIGS:
+        raise typer.BadParameter(f"{s.model!r} is none of {', '.join(CONFIGS)}")
+    if s.dtype not in DTYPES:
+        raise typer.BadParameter(f"{s.dtype!r} is none of {', '.join(DTYPES)}")
     names = {"traces": trace or [], "distance": distance or []}
     if unknown := [name for name in [*names["traces"], *names["distance"]] if traces.parse(name) is None]:
         raise typer.BadParameter(f"{unknown[0]!r} is no trace")
-    s = Settings(model, layers, dtype, autocast, checkpointing, turns, seconds)
     device = harness.best_device()
     if find_spec("kernels") is None:
         packing._flash_attn = lambda: FlashAttention4

@@ -70,25 +70,25 @@ LOSSES: dict[Algorithm, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Common:
-    """The settings of a measurement on any strategy: options of the command line, which explains them."""
+    """The settings of a measurement on any strategy."""
 
-    engine: Engine
-    model: str
-    layers: int | None
-    groups: int
-    responses: int
-    prompt_len: int
-    response_len: int
-    micro_batch: int | None
-    max_tokens: int | None
-    algorithm: Algorithm
-    attention: str
-    head: str
-    dtype: str
-    updates: int
-    learning_rate: float
+    engine: verl_options.Engines = Engine.DUALKV
+    model: verl_options.Model = "tiny"
+    layers: verl_options.Layers = None
+    groups: verl_options.Groups = 1
+    responses: verl_options.Responses = 32
+    prompt_len: verl_options.PromptLen = 8192
+    response_len: verl_options.ResponseLen = 2048
+    micro_batch: verl_options.MicroBatch = None
+    max_tokens: verl_options.MaxTokens = None
+    algorithm: verl_options.Algorithms = Algorithm.GRPO
+    attention: str = "fa2"
+    head: str = "torch"
+    dtype: Annotated[str, typer.Option(help="Of the computation: bf16 or fp32.")] = "bf16"
+    updates: verl_options.Updates = 3
+    learning_rate: verl_options.LearningRate = 1e-6
     trace: str | None = None
-    untimed: int = 0
+    untimed: verl_options.Untimed = 0
 
     def same_worker(self, other: Common) -> bool:
         """Whether the worker of `other` serves these settings: they differ in rollouts and micro-batches alone."""
@@ -102,10 +102,18 @@ class Common:
 class Settings(Common):
     """The settings of a measurement with FSDP2."""
 
-    liger: bool
-    checkpointing: bool
-    keep: str
-    walk: bool = False
+    attention: Annotated[
+        str,
+        typer.Option(
+            help=f"Of veRL's own engine: {', '.join(stock_attention.CALLS)}, ragged, or transformers' name of one."
+        ),
+    ] = "fa2"
+    head: Annotated[str, typer.Option(help="veRL's unfused, torch, triton or liger.")] = "torch"
+    liger: Annotated[bool, typer.Option(help="Liger's norms, rotary embedding and MLP.")] = False
+    checkpointing: Annotated[bool, typer.Option(help="Compute layers again in the backward.")] = True
+    keep: Annotated[str, typer.Option(help="But not attention, or products; with packed groups.")] = "nothing"
+    walk: Annotated[bool, typer.Option(help="Groups larger than --max-tokens; update once with --untimed 1.")] = False
+    trace: Annotated[str | None, typer.Option(help="Rollouts of this trace, packed as trees.")] = None
     trees: bool = False
     batch_invariant: bool = False
 
@@ -498,42 +506,17 @@ def run(
     dist.destroy_process_group()
 
 
+@harness.takes(Settings)
 def main(
     json_to: JsonPath,
-    engine: verl_options.Engines = Engine.DUALKV,
-    model: verl_options.Model = "tiny",
-    layers: verl_options.Layers = None,
-    groups: verl_options.Groups = 1,
-    responses: verl_options.Responses = 32,
-    prompt_len: verl_options.PromptLen = 8192,
-    response_len: verl_options.ResponseLen = 2048,
-    micro_batch: verl_options.MicroBatch = None,
-    max_tokens: verl_options.MaxTokens = None,
-    algorithm: verl_options.Algorithms = Algorithm.GRPO,
-    attention: Annotated[
-        str,
-        typer.Option(
-            help=f"Of veRL's own engine: {', '.join(stock_attention.CALLS)}, ragged, or transformers' name of one."
-        ),
-    ] = "fa2",
-    head: Annotated[str, typer.Option(help="veRL's unfused, torch, triton or liger.")] = "torch",
-    liger: Annotated[bool, typer.Option(help="Liger's norms, rotary embedding and MLP.")] = False,
-    checkpointing: Annotated[bool, typer.Option(help="Compute layers again in the backward.")] = True,
-    keep: Annotated[str, typer.Option(help="But not attention, or products; with packed groups.")] = "nothing",
-    walk: Annotated[bool, typer.Option(help="Groups larger than --max-tokens; update once with --untimed 1.")] = False,
-    dtype: Annotated[str, typer.Option(help="Of the computation: bf16 or fp32.")] = "bf16",
-    updates: verl_options.Updates = 3,
-    untimed: verl_options.Untimed = 0,
-    learning_rate: verl_options.LearningRate = 1e-6,
-    trace: Annotated[str | None, typer.Option(help="Rollouts of this trace, packed as trees.")] = None,
+    settings: Settings,
     distance: Annotated[
         list[str] | None, typer.Option(help="Compare gradients with fp32 on these traces, of which there are rows.")
     ] = None,
     rows: verl_options.Rows = None,
 ) -> None:
     """Measure policy updates of one engine; the first rank prints and writes the figures."""
-    of_run = "json_to", "rows", "distance", "of_run"
-    given = {name: value for name, value in locals().items() if name not in of_run}
+    given = asdict(settings)
     listed = [settings_of(given | row, Settings) for row in (json.loads(rows.read_text()) if rows else [{}])]
     if unknown := sorted({*(distance or [])} - {s.trace for s in listed if s.trace}):
         raise typer.BadParameter(f"--distance is {', '.join(unknown)}, expected traces of rows")

@@ -17,7 +17,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,10 +44,10 @@ from verl.workers.engine_workers import TrainingWorker
 
 from dualkv.integrations.megatron import enable
 from dualkv.integrations.verl import MODEL_TYPE
-from tools.bench import stock_attention, verl, verl_options
+from tools.bench import harness, stock_attention, verl, verl_options
 from tools.bench.random_weights import save_config
 from tools.bench.record import JsonPath
-from tools.bench.verl_options import Algorithm, Engine
+from tools.bench.verl_options import Engine
 
 CHUNK = 4096  # rows of the chunked head at a time
 # A fresh worker's log-probs are compared on these rollouts.
@@ -67,11 +67,14 @@ TRANSFORMER = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(verl.Common):
-    """The settings of a measurement with megatron-core: options of the command line, which explains them."""
+    """The settings of a measurement with megatron-core."""
 
-    tensor_parallel: int
-    context_parallel: int
-    pipeline_parallel: int
+    tensor_parallel: Annotated[int, typer.Option(help="Ranks, with sequence parallelism.")] = 1
+    context_parallel: Annotated[int, typer.Option(help="Ranks; packed groups only.")] = 1
+    pipeline_parallel: Annotated[int, typer.Option(help="Stages.")] = 1
+    attention: Annotated[str, typer.Option(help=f"Of veRL's own engine: {', '.join(stock_attention.CALLS)}.")] = "fa2"
+    head: Annotated[str, typer.Option(help="veRL's triton or unfused, or PyTorch's, chunked.")] = "triton"
+    untimed: verl_options.Untimed = 1
 
 
 # ---------------------------------------------------------------- what stands in for Transformer Engine
@@ -212,31 +215,10 @@ def settings_of(options: dict[str, Any]) -> Settings:
     return s
 
 
-def main(
-    json_to: JsonPath,
-    engine: verl_options.Engines = Engine.DUALKV,
-    model: verl_options.Model = "tiny",
-    layers: verl_options.Layers = None,
-    groups: verl_options.Groups = 1,
-    responses: verl_options.Responses = 32,
-    prompt_len: verl_options.PromptLen = 8192,
-    response_len: verl_options.ResponseLen = 2048,
-    micro_batch: verl_options.MicroBatch = None,
-    max_tokens: verl_options.MaxTokens = None,
-    algorithm: verl_options.Algorithms = Algorithm.GRPO,
-    tensor_parallel: Annotated[int, typer.Option(help="Ranks, with sequence parallelism.")] = 1,
-    context_parallel: Annotated[int, typer.Option(help="Ranks; packed groups only.")] = 1,
-    pipeline_parallel: Annotated[int, typer.Option(help="Stages.")] = 1,
-    attention: Annotated[str, typer.Option(help=f"Of veRL's own engine: {', '.join(stock_attention.CALLS)}.")] = "fa2",
-    head: Annotated[str, typer.Option(help="veRL's triton or unfused, or PyTorch's, chunked.")] = "triton",
-    dtype: Annotated[str, typer.Option(help="Of weights and computation: bf16 or fp32.")] = "bf16",
-    updates: verl_options.Updates = 3,
-    untimed: verl_options.Untimed = 1,
-    learning_rate: verl_options.LearningRate = 1e-6,
-    rows: verl_options.Rows = None,
-) -> None:
+@harness.takes(Settings)
+def main(json_to: JsonPath, settings: Settings, rows: verl_options.Rows = None) -> None:
     """Measure policy updates of veRL's Megatron engine; the first rank prints and writes the figures."""
-    given = {name: value for name, value in locals().items() if name not in ("json_to", "rows")}
+    given = asdict(settings)
     listed = [settings_of(given | row) for row in (json.loads(rows.read_text()) if rows else [{}])]
     torch._dynamo.config.recompile_limit = 64  # of megatron-core's fusions, which see rows of many numbers
     verl.run(listed, json_to, build, None, Compared())

@@ -18,6 +18,7 @@ import gc
 import re
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, Any, NamedTuple
 
@@ -100,14 +101,15 @@ def _group(prompt: int, responses: int, length: int, vocabulary: int) -> tuple[l
     return [torch.cat([shared, tokens]) for tokens in own], [[0] * prompt + [1] * length] * responses
 
 
-class Sizes(NamedTuple):
-    """Options of the command line."""
+@dataclass(frozen=True)
+class Sizes:
+    """The model and its runs."""
 
-    model: str
-    layers: int
-    repeats: int
-    chunk_size: int
-    dtype: str
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}; random weights.")] = "qwen3-8b"
+    layers: Annotated[int, typer.Option(help="Of the model.")] = 8
+    repeats: Annotated[int, typer.Option(help="Of each way, after two that are not timed.")] = 3
+    chunk_size: Annotated[int, typer.Option(help="Rows of the head at a time.")] = 1024
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16"
 
 
 class Runner:
@@ -265,22 +267,20 @@ def line(name: str, part: str, ways: dict[str, Any]) -> str:
     return f"{name}, {part}: {'; '.join(said)}"
 
 
+@harness.takes(Sizes)
 def main(
     json_to: JsonPath,
-    model: Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}; random weights.")] = "qwen3-8b",
-    layers: Annotated[int, typer.Option(help="Of the model.")] = 8,
-    repeats: Annotated[int, typer.Option(help="Of each way, after two that are not timed.")] = 3,
-    chunk_size: Annotated[int, typer.Option(help="Rows of the head at a time.")] = 1024,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    sizes: Sizes,
     parts: Annotated[str, typer.Option(help=f"Of {', '.join(PARTS)}, by commas.")] = ",".join(PARTS),
     job: Annotated[list[str] | None, typer.Option("--job", "-j", help="PxNxR@ROWS:LIMIT or TRACE@ROWS:LIMIT.")] = None,
     megatron: Annotated[bool, typer.Option(help="megatron-core's model in the place of transformers'.")] = False,
 ) -> None:
     """Measure walks beside cut micro-batches; figures are written after each way."""
-    sizes, device, runner = Sizes(model, layers, repeats, chunk_size, dtype), harness.best_device(), None
+    device, runner = harness.best_device(), None
     record = Record(json_to, device.type == "cuda")
-    about = {"model": model, "layers": layers, "dtype": dtype} | ({"library": "megatron-core"} if megatron else {})
+    about = {name: getattr(sizes, name) for name in ("model", "layers", "dtype")}
     if megatron:
+        about["library"] = "megatron-core"
         from tools.bench.walk_megatron import MegatronRunner
 
         runner = MegatronRunner(sizes, device)
