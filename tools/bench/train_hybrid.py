@@ -40,7 +40,8 @@ def sample(model: Any, prompts: torch.Tensor, task: Task, seed: int) -> torch.Te
     uniform = uniform.to(model.device)
     ids = prompts.repeat_interleave(task.responses, 0).to(model.device)
     for t in range(task.response_len):
-        logits = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[:, -1]
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, -1]
+        logits = model.get_output_embeddings()(hidden)  # also where veRL has put a fused head into the class
         cumulative = logits.double().softmax(-1).cumsum(-1)
         picked = torch.searchsorted(cumulative, (uniform[:, t] * cumulative[:, -1])[:, None], right=True)
         ids = torch.cat([ids, picked.clamp(max=SYMBOLS - 1)], 1)

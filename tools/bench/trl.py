@@ -10,6 +10,7 @@
   and its head, with a loss of the same form. Its attention is FlashAttention-3 from Hugging Face's hub, and
   FlashAttention-4 where that package is what is installed;
 - packed: `dualkv.integrations.trl.GRPOTrainer`;
+- fast: the same with `fast=True`;
 - split: packed in micro-batches of `--micro-batch` responses, each with the prompt;
 - walked: the same with `walk=True`, planned for 1.1 times the memory of "split", which runs before it, or for as many
   times as "walked:1.3" says.
@@ -56,7 +57,7 @@ from dualkv.models import CONFIGS
 from tools.bench import harness
 from tools.bench.record import JsonPath, Record
 
-WAYS = ("padded", "tree", "packed", "split", "walked")
+WAYS = ("padded", "tree", "packed", "fast", "split", "walked")
 # Forward and backward: returns loss, log-probs of response tokens, rows of the model.
 Step = Callable[[], tuple[torch.Tensor, torch.Tensor, int]]
 
@@ -273,7 +274,7 @@ def make_step(
         free = float(way.partition(":")[2] or 1.1) * (weights + split_bytes) - 2 * weights
         step = of_trainer(partial(GRPOTrainer, walk=True), model, s, rollouts, None, free)
     else:
-        cls = trl.GRPOTrainer if way == "padded" else GRPOTrainer
+        cls = trl.GRPOTrainer if way == "padded" else partial(GRPOTrainer, fast=way == "fast")
         step = of_trainer(cls, model, s, rollouts, s.micro_batch if way == "split" else None)
     if s.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
