@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -82,6 +83,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
                               "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
                               "linear_value_head_dim": 32, "initializer_range": 0.05},
 }  # fmt: skip
+
+
+def read_config(model: str) -> Any:
+    """The fields of a model's configuration: of a name in :data:`CONFIGS`, or of the path of a config.json or its
+    folder; None for others.
+
+    Raises:
+        ValueError: a file that is no JSON.
+    """
+    if model in CONFIGS:
+        return CONFIGS[model]
+    path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
 
 
 def load_model(name_or_path: str, dtype: torch.dtype, device: torch.device, seed: int) -> PreTrainedModel:

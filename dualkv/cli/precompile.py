@@ -3,7 +3,6 @@ GPU."""
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -16,7 +15,7 @@ from codegen.select import DIRECTIONS, NAMES, Shape, select
 from codegen.spec import DTYPES, FORWARDS, GRADIENTS, KernelSpec
 from codegen.tiles import HEAD_DIMS
 from dualkv import __version__
-from dualkv.models import CONFIGS, WITH_WINDOWS_IN_FULL_LAYERS
+from dualkv.models import CONFIGS, WITH_WINDOWS_IN_FULL_LAYERS, read_config
 from dualkv.progress import Track, untracked
 
 
@@ -53,20 +52,12 @@ def heads_of(model: str) -> Heads:
     Raises:
         ValueError: no such model, or one whose attention dualkv does not compute.
     """
-    path = Path(model)
-    if path.suffix == ".json" or path.is_dir():
-        path = path / "config.json" if path.is_dir() else path
-        try:
-            config = json.loads(path.read_text())
-        except OSError as e:
-            raise ValueError(f"{path} cannot be read: {e.strerror}") from e
-        except ValueError as e:
-            raise ValueError(f"{path} is no JSON: {e}") from e
-        return heads_of_config(config, str(path))
-    name = model.split("/")[-1].lower()
-    if name not in CONFIGS:
+    config = read_config(model)
+    if config is None:
+        config = CONFIGS.get(model.split("/")[-1].lower())
+    if config is None:
         raise ValueError(f"model {model!r} is neither the path of a config.json nor one of {', '.join(CONFIGS)}")
-    return heads_of_config(CONFIGS[name], name)
+    return heads_of_config(config, model)
 
 
 def heads_of_config(config: Any, where: str) -> Heads:

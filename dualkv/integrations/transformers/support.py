@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -19,7 +17,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedMode
 from codegen.tiles import takes_head_dim
 from dualkv.integrations.transformers import indexers, invariant, layers, masks, media, recurrent, rotary, selfcheck
 from dualkv.integrations.transformers.enabling import enable
-from dualkv.models import CONFIGS
+from dualkv.models import CONFIGS, read_config
 from dualkv.ops import padding
 
 # The auto classes that may build a configuration's model; the first that knows the configuration does.
@@ -75,16 +73,8 @@ def examine(model: str) -> Verdict:
 
 def load_config(model: str) -> PreTrainedConfig:
     """The configuration of a model, from local files only; see :func:`examine`."""
-    path = Path(model)
-    if model in CONFIGS:
-        return config_of(CONFIGS[model], model)
-    if path.is_file() or (path / "config.json").is_file():
-        path = path if path.is_file() else path / "config.json"
-        try:
-            fields = json.loads(path.read_text())
-        except ValueError as error:
-            raise ValueError(f"{path} is no JSON: {error}") from error
-        return config_of(fields, str(path))
+    if (fields := read_config(model)) is not None:
+        return config_of(fields, model)
     try:
         return cast(PreTrainedConfig, AutoConfig.from_pretrained(model, local_files_only=True))
     except OSError as error:
