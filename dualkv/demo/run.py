@@ -54,9 +54,9 @@ class Differences(NamedTuple):
     def between(cls, a: Update, b: Update) -> Differences:
         """Measure how far `a` is from `b`."""
         logp = a.logp.double() - b.logp.double()
-        apart = {name: a.gradients[name].double() - wide.double() for name, wide in b.gradients.items()}
-        norm, size = (torch.stack([x.double().norm() for x in each.values()]).norm() for each in (apart, b.gradients))
-        relative = (norm / size).item() if norm else 0.0
+        pairs = ((a.gradients[name].double(), tensor.double()) for name, tensor in b.gradients.items())
+        apart, size = torch.stack([torch.stack([(x - y).norm(), y.norm()]) for x, y in pairs]).norm(dim=0)
+        relative = (apart / size).item() if apart else 0.0
         return cls(logp.abs().max().item(), logp.square().mean().sqrt().item(), abs(a.loss - b.loss), relative)
 
     @property
