@@ -252,29 +252,6 @@ def test_sums_in_16_bits_are_rounded_once(window, levels, copied, with_dlse, mon
             assert ((grad - one).abs() <= 2**-8 * one.abs() + 1e-5).all()
 
 
-@pytest.mark.parametrize(
-    ("lengths", "parent", "copied"),
-    [
-        ([10, 90, 90], [-1, 0, 0], [False] * 2),
-        # Three levels, of which the first is empty: two, in fact.
-        ([0, 10, 90, 90], [-1, 0, 1, 1], [False] * 3),
-        # As many copies as rows to merge, at each level, and 60 rows to merge of 40.
-        ([10] * 4, [-1, 0, 1, 2], [True, True, True, False]),
-        # Copies of 10 four times for 115 rows, of 90 three times for 25, of 5 twice for 20: 135 rows to merge of 125.
-        ([10, 90, 5, 10, 10], [-1, 0, 1, 2, 2], [True, False, True, False]),
-        # Three copies of 40 for 110 rows, two of 30 for 80: 80 rows to merge of 150.
-        ([40, 30, 40, 40], [-1, 0, 1, 1], [False] * 3),
-        # An empty segment takes no copies: three of 30 for 110 rows, 190 rows to merge of 140.
-        ([30, 0, 30, 40, 40], [-1, 0, 0, 2, 2], [True, True, False]),
-        # A small tree beside large groups of two levels changes nothing for them.
-        ([100, 500, 500, 1, 1, 1], [-1, 0, 0, -1, 3, 4], [False] * 3),
-    ],
-)
-def test_levels_with_few_keys_are_copied(lengths, parent, copied):
-    segments = Layout.from_segments(np.cumsum([0, *lengths]).tolist(), parent)._segments
-    assert composition._copied(segments).tolist() == copied
-
-
 def test_copies_of_a_deep_tree_are_bounded():
     segments = Layout.from_segments(range(401), range(-1, 399))._segments
     calls = composition.parts(segments, CPU)

@@ -56,41 +56,6 @@ def test_gradcheck(layout, features):
     torch.autograd.gradcheck(attend, (*qkv(layout, 2, 1, 8, head_dim_v=16), sinks), fast_mode=True)
 
 
-def test_parts_merge_and_a_sink_belongs_to_one():
-    """A prompt and what follows it, apart: attention over the prompt by hand, over each response by a layout."""
-    layout, P = Layout.from_lengths([6], [[4, 3]]), 6
-    alone = Layout.from_lengths([4, 3], [[], []])
-    sinks = torch.randn(6, dtype=torch.float64, requires_grad=True)
-    q, k, v = qkv(layout)
-    out, lse = dualkv.attention(q, k, v, layout, sinks=sinks, return_lse=True)
-    own, own_lse = dualkv.attention(q[P:], k[P:], v[P:], alone, sinks=sinks, return_lse=True)
-    key, value = (x[:P].repeat_interleave(3, 1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q[P:], key) * 0.25
-    context, context_lse = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value), scores.logsumexp(-1)
-    whole = torch.logaddexp(own_lse, context_lse)
-    merged = sum(
-        part * (of - whole).exp().T[..., None] for part, of in ((own, own_lse), (context, context_lse))
-    )  # fmt: skip
-    torch.testing.assert_close(merged, out[P:])
-    torch.testing.assert_close(whole, lse[:, P:])
-    dout, dlse = torch.randn_like(merged), torch.randn_like(whole)
-    leaves = q, k, v, sinks
-    want = torch.autograd.grad((out[P:], lse[:, P:]), leaves, (dout, dlse))
-    torch.testing.assert_close(torch.autograd.grad((merged, whole), leaves, (dout, dlse)), want)
-
-
-def test_a_nan_stays_in_its_response_and_in_the_keys_that_it_sees():
-    leaves = *qkv(LAYOUT), torch.randn(6, dtype=torch.float64, requires_grad=True)
-    clean = torch.autograd.grad(step(*leaves), leaves)
-    broken = [x.detach().clone().requires_grad_() for x in leaves]
-    with torch.no_grad():
-        broken[1][5:8] = float("nan")  # keys of the first response, which sees the prompt's rows 3 and 4
-    for name, got, want in zip("qkv", torch.autograd.grad(step(*broken), broken), clean, strict=False):
-        assert got[5:8].isnan().any()
-        for rows in (slice(0, 5 if name == "q" else 3), slice(8, None)):
-            torch.testing.assert_close(got[rows], want[rows])
-
-
 # ---------------------------------------------------------------- what is paid
 def test_windows_cost_their_keys():
     """A chunk of rows reads the keys that its rows see, at any depth: here in all 4 windows a row, of 8000 keys."""

@@ -13,10 +13,8 @@ from codegen.tiles import FORWARD_TILES, HEAD_DIMS, MAX_PACKED_HEADS, forward_ti
 from cute_kernels import fwd_walk
 from cute_kernels.abi import MAX_ROWS
 from cute_kernels.abi import ForwardFields as items
-from dualkv import Layout
 from dualkv.ops.plan import forward as plan_forward
 from dualkv.ops.plan.forward import L2_ROWS, forward_work, segment_begin
-from dualkv.segments import segments_of
 from tests.ops.plan.walked import groups, not_asking, of_groups, rule, segments
 from tests.pace import against_writing
 from tests.strategies import examples
@@ -140,29 +138,6 @@ def test_rows_of_prompts_that_do_not_ask_are_left_out(groups, tile, heads):
     assert (pairs[:, : seg.total][before <= 0] == rule(seg)[before <= 0]).all()
 
 
-@pytest.mark.parametrize("tile", TILES, ids=repr)
-def test_an_unmasked_block_with_an_invisible_key_is_noticed(monkeypatch, tile):
-    seg = segments([200], [[300, 100]])
-    work = forward_work(seg, tile.tokens(4), tile.tile_n)
-    work[:, items.OWN_MASKED] -= work[:, items.OWN_MASKED] > 1
-    monkeypatch.setitem(globals(), "forward_work", lambda *args: work)
-    with pytest.raises(AssertionError):
-        check(seg, tile, 4)
-
-
-@pytest.mark.parametrize("change", [
-    lambda walk: walk._replace(begin=walk.begin + (walk.begin + 1 < walk.end)),
-    lambda walk: walk._replace(rest=walk.rest + 1),
-    lambda walk: walk._replace(masked=1),
-])  # fmt: skip
-def test_a_walk_that_leaves_out_too_much_is_noticed(monkeypatch, change):
-    seg, tile, right = segments([200], [[300, 100]]), forward_tile(128), fwd_walk.walk
-    check(seg, tile, 4)
-    monkeypatch.setattr(fwd_walk, "walk", lambda *args: change(right(*args)))
-    with pytest.raises(AssertionError):
-        check(seg, tile, 4)
-
-
 @pytest.mark.parametrize(
     ("prompt", "responses", "all_blocks", "walked", "with_mask"),
     [
@@ -188,16 +163,6 @@ def test_warp_groups_walk_little_that_they_do_not_see(prompt, responses, all_blo
     assert sums[0] / visible > all_blocks - 0.002
 
 
-def test_long_contexts_are_mostly_unmasked():
-    work = forward_work(segments([8192], [[2048] * 32]), 64, 128)
-    masked = work[:, items.OWN_MASKED] + work[:, items.CONTEXT_MASKED]
-    blocks = -(-(work[:, items.ROW_END] - work[:, items.OWN_BEGIN]) // 128)
-    blocks += -(-(work[:, items.CONTEXT_END] - work[:, items.CONTEXT_BEGIN]) // 128)
-    assert masked.max() == 1
-    assert (np.diff(blocks) <= 0).all(), "longest first"
-    assert blocks.sum() == 64 * 65 + 32 * (32 * 64 + sum(range(1, 17)) * 2)
-
-
 def test_tiles_of_groups_that_do_not_fit_into_l2_together_come_one_after_another():
     work = forward_work(segments([1000] * 40, [[500] * 2] * 40), 64, 128)
     rows = work[:, items.CONTEXT_BEGIN] // L2_ROWS
@@ -207,12 +172,6 @@ def test_tiles_of_groups_that_do_not_fit_into_l2_together_come_one_after_another
     blocks += -(-(work[:, items.CONTEXT_END] - work[:, items.CONTEXT_BEGIN]) // 128)
     for some in range(3):
         assert (np.diff(blocks[rows == some]) <= 0).all(), "longest first"
-
-
-def test_deeper_trees_are_refused():
-    layout = Layout.from_segments([0, 4, 8, 12], [-1, 0, 1])
-    with pytest.raises(ValueError, match="two key regions a tile, this layout is 3 levels deep"):
-        forward_work(segments_of(layout.offsets, layout.parent), 64, 128)
 
 
 def test_empty_layouts():
@@ -252,14 +211,6 @@ def test_a_plan_made_in_parts_is_the_same(groups):
         assert (forward_work(seg, 64, 128) == whole).all()
 
 
-def test_large_plans_are_made_in_parts(monkeypatch):
-    made, tiles = [], plan_forward._tiles
-    monkeypatch.setattr(plan_forward, "_tiles", lambda work, *rest: (made.append(len(work)), tiles(work, *rest)))
-    forward_work(segments([1024] * 64, [[1024] * 32] * 64), 12, 128)
-    assert max(made) < 2 * plan_forward.PART_TILES < sum(made)
-    assert len(made) < 20
-
-
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("heads", [1, 4, 7, 8, MAX_PACKED_HEADS])
 def test_a_plan_is_quick(head_dim, heads):
@@ -280,14 +231,3 @@ def test_a_plan_is_quick(head_dim, heads):
     milliseconds()
     best, pace = against_writing(milliseconds, made[0], items.NUM_FIELDS)
     assert best < max(5, 4 * pace)
-
-
-def test_clusters_cost_where_segments_are_short():
-    """The two CTAs of a cluster have other rows, and each walks the blocks of both."""
-
-    def cost(prompts, responses):
-        tiles = [forward_tile(128, few_keys=few) for few in (False, True)]
-        of_two, alone = (plan_forward.cost_walked(segments(prompts, responses), tile, 1) for tile in tiles)
-        return of_two / alone
-
-    assert cost([100] * 4, [[50] * 8] * 4) > 1.2 > 1.05 > cost([9000], [[9000] * 2]) > 1

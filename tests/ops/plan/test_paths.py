@@ -247,28 +247,6 @@ def test_tiles_skip_what_windows_hide(layout, head_dim, heads, window, at_most):
     assert useful <= forward_pairs(work, tile, heads) * (64 // heads * heads / 64) <= executed <= at_most * useful
 
 
-def test_parts_skip_blocks_of_other_responses():
-    """Tiles with rows of two responses, of which each sees the prompt's or its own side of the boundary."""
-    seg, window = of(Layout.from_lengths([1024], [[1000] * 8])), Window(size=512)
-    work = path_work(seg, 128, 64, window, 4)
-    for item in work.items:
-        for rows, walked in walks(item, item[items.ROW], item[items.ROW_END], 128):
-            inside = len(set(seg.segment_of_row[rows])) == 1
-            assert len(walked) <= (-(-(512 + 32 + 64 + 128) // 64) if inside else item[items.BLOCKS])
-    assert work.items[:, items.BLOCKS].max() >= 17
-
-
-def test_an_unmasked_block_with_an_invisible_key_is_noticed(monkeypatch):
-    seg = of(Layout.from_segments(*binary_tree(3, 200, 150)))
-    check(seg, 64, 128)
-    made = path_work(seg, 64, 128)
-    for limit in (made.regions[:, 1], made.items[:, items.LIMIT]):
-        np.abs(limit, out=limit)  # rows no longer ask
-    monkeypatch.setitem(globals(), "path_work", lambda *args: made)
-    with pytest.raises(AssertionError):
-        check(seg, 64, 128)
-
-
 def test_empty_layouts():
     for tree in (([0], []), ([0, 0, 0, 0], [-1, 0, -1])):
         work = path_work(of(Layout.from_segments(*tree)), 64, 128)

@@ -1,7 +1,5 @@
 """The order in which the forward's clusters take tiles and head groups."""
 
-import time
-
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -10,9 +8,8 @@ from hypothesis import strategies as st
 from codegen.tiles import forward_tile, packed_heads
 from dualkv.bench.workloads import NAMED, Workload, random_workload
 from dualkv.ops.plan.forward import L2_ROWS, forward_work, tile_cost
-from dualkv.ops.plan.schedule import DEALT_ROUNDS, FEW_ROUNDS, L2_BYTES, deal, schedule, side_by_side
+from dualkv.ops.plan.schedule import FEW_ROUNDS, schedule
 from dualkv.segments import segments_of
-from tests.pace import against_writing
 from tests.strategies import examples
 
 NUM_SMS = 132
@@ -61,35 +58,6 @@ def test_every_tile_of_every_head_group_is_one_item(num_tiles, head_groups, clus
     assert len(np.unique(made @ [head_groups, 1])) == len(made)
 
 
-def test_head_groups_come_side_by_side_where_l2_holds_their_keys():
-    assert side_by_side(8, 8, L2_BYTES // 8) == 8
-    assert side_by_side(8, 8, L2_BYTES // 8 + 1) == 4
-    assert side_by_side(8, 8, L2_BYTES // 4 + 1) == 1, "not in more parts than two"
-    assert side_by_side(8, 4, L2_BYTES // 4) == 8, "two of a KV head"
-    assert side_by_side(7, 7, L2_BYTES // 6) == 1, "no half"
-
-
-def test_few_rounds_take_the_longest_tiles_of_all_heads_first():
-    cost = np.array([3.0, 2.0, 1.0])
-    tile, head_group = schedule(cost, 4, 4, 4, 1000, True).T
-    assert tile.tolist() == [0] * 4 + [1] * 4 + [2] * 4
-    assert all(set(of_round) == {0, 1, 2, 3} for of_round in head_group.reshape(3, 4).tolist())
-    halves = schedule(cost, 4, 4, 2, L2_BYTES // 2, True)
-    assert set(halves[:6, 1].tolist()) == {0, 1}
-    assert halves[:6, 0].tolist() == [0, 0, 1, 1, 2, 2]
-    for by_head in (schedule(cost, 4, 4, 3, 1000, False), schedule(cost, 4, 4, 3, L2_BYTES, True)):
-        assert by_head[:, 1].tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
-
-
-def test_the_longest_item_of_a_round_goes_to_who_has_had_least():
-    assert deal(np.array([5.0, 3.0, 9.0, 1.0]), 2).tolist() == [0, 1, 3, 2]
-    cost = np.array([5.0, 3.0, 9.0, 1.0, 2.0])
-    places = deal(cost, 2)
-    of_cluster = [cost[places[c::2]].tolist() for c in range(2)]
-    assert sorted(of_cluster) == [[3.0, 9.0], [5.0, 1.0, 2.0]]
-    assert places[4] == 4, "the first cluster has the item of a round that is not full"
-
-
 @pytest.mark.parametrize(
     ("workload", "by_head", "dealt"),
     [
@@ -129,23 +97,3 @@ def test_many_rounds_go_head_by_head(name):
     for first in range(0, len(made), clusters):  # a round has the same items, whoever takes them
         wanted = np.divmod(np.arange(first, min(first + clusters, len(made))), len(cost))
         assert sorted(made[first : first + clusters].tolist()) == sorted(np.stack(wanted[::-1], 1).tolist())
-
-
-def test_more_rounds_than_are_dealt_are_as_even():
-    cost = np.repeat(np.arange(200.0, 100.0, -1), 66)
-    assert len(cost) / 66 > DEALT_ROUNDS
-    assert evenness(cost[deal(cost, 66)], 66) > 0.9999
-
-
-def test_a_schedule_is_quick():
-    """10 ms for 64 groups of 32 responses; on slow cores six times as long as sorting so many keys and writing them."""
-    cost = np.random.default_rng(0).random(22500)
-
-    def milliseconds():
-        start = time.thread_time()
-        schedule(cost, 8, 8, 66, 2**30, False)
-        return (time.thread_time() - start) * 1e3
-
-    milliseconds()
-    best, pace = against_writing(milliseconds, 8 * len(cost), 2)
-    assert best < max(10, 6 * pace), (best, pace)

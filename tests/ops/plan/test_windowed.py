@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from codegen.tiles import BACKWARD_TILES, HEAD_DIMS, BackwardTile, backward_tile
+from codegen.tiles import BACKWARD_TILES, BackwardTile, backward_tile
 from cute_kernels.abi import BackwardFields as items
 from cute_kernels.abi import BlockFields as fields
 from cute_kernels.abi import part_rows
@@ -130,26 +130,6 @@ def test_rows_of_prompts_that_do_not_ask_are_left_out(groups, window, tile):
     check(seg, window, tile, plan, 4, 2, before <= 0)
 
 
-@pytest.mark.parametrize("bits", [1 << fields.MASKED, 1 << fields.SEVERAL, 1 << fields.OWN, 0x55, 0xAA])
-def test_a_wrong_flag_is_noticed(bits):
-    seg, tile, window = segments([300], [[130, 200, 90]]), backward_tile(128), Window(150)
-    plan = windowed_work(seg, window, tile, 4, 1, 132)
-    check(seg, window, tile, plan, 4, 1)
-    plan.blocks[:, fields.FLAGS] &= ~bits
-    with pytest.raises(AssertionError):
-        check(seg, window, tile, plan, 4, 1)
-
-
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_an_item_that_waits_for_a_later_one_is_noticed(head_dim):
-    seg, tile = segments([2000, 100], [[300] * 8, [700] * 2]), backward_tile(head_dim, True)
-    plan = windowed_work(seg, Window(200), tile, 8, 2, 132)
-    check_waits(tile, plan, 2)
-    plan.items[:] = plan.items[::-1].copy()
-    with pytest.raises(AssertionError, match="may not have begun"):
-        check_waits(tile, plan, 2)
-
-
 def executed(tile, plan):
     """Multiplications of one head over those of visible pairs, of the five products together, per pair and column."""
     count = 0
@@ -174,14 +154,3 @@ def test_little_is_computed_besides_what_is_visible(prompt, responses, head_dim,
     done = executed(tile, plan)
     assert done <= most * useful(seg, window)
     assert backward_pairs(plan, tile) == pytest.approx(done)
-
-
-def test_clusters_finish_together():
-    """The items at the end of the prompt have rows of every response."""
-    for prompt, responses, head_dim, size, heads in [(8192, 32, 128, 4096, 32), (8192, 32, 64, 128, 64)]:
-        seg, tile = segments([prompt], [[2048] * responses]), backward_tile(head_dim)
-        plan = windowed_work(seg, Window(size), tile, heads, 8, 132)
-        load = np.zeros(132 // 2)
-        for length in (plan.items[:, items.BLOCK_END] - plan.items[:, items.BLOCK_BEGIN]) * (heads // 8) + heads // 8:
-            load[load.argmin()] += length
-        assert load.mean() / load.max() > 0.93
