@@ -117,6 +117,16 @@ def of_images() -> tuple[Any, Dataset, Processor]:
     return model, Dataset.from_dict({"prompt": prompts, "images": images}), processor
 
 
+def having(cls: type, **given: Any) -> type:
+    """The trainer with arguments of DualKV's."""
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        super(made, self).__init__(*args, **given, **kwargs)
+
+    made = type(cls.__name__, (cls,), {"__init__": init})
+    return made
+
+
 class Padded(GRPOTrainer):
     """TRL's log-probs over the micro-batches of whole groups."""
 
@@ -214,7 +224,7 @@ class Run:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-class _Gradients(TrainerCallback):
+class Gradients(TrainerCallback):
     def __init__(self, run: Run) -> None:
         self.run = run
 
@@ -275,7 +285,7 @@ def train(cls: type[trl.GRPOTrainer], folder: Path, evaluate: bool = False, **se
             return loss
 
     trainer = make_trainer(Recorded, folder, **settings)
-    trainer.add_callback(_Gradients(run))
+    trainer.add_callback(Gradients(run))
     trainer.train()
     if evaluate:
         trainer.evaluate()

@@ -19,7 +19,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from dualkv.integrations.trl import probe
 from dualkv.integrations.trl.async_grpo import AsyncGRPOTrainer
-from tests.integrations.tiny import VOCAB, gradients_asked, make_featured, make_model
+from tests.integrations.tiny import VOCAB, make_featured, make_model
 from tests.integrations.transformers.test_recurrent import make as make_recurrent
 from tests.integrations.trl.runs import NF4, SETTINGS, in_fp32, of_images, tokenizer
 from tools.bench.trl_async import Alone
@@ -149,12 +149,6 @@ def test_trains_as_trl(peft: Any, checkpointing: bool, folder: Path, tmp_path: P
 
 def test_qlora(tmp_path: Path) -> None:
     compare(theirs.AsyncGRPOTrainer, tmp_path, make_model("qwen3"), peft=LORA, model_init_kwargs=NF4)
-
-
-def test_adapters_ask_for_their_gradients(tmp_path: Path) -> None:
-    """The first layer needs no gradient of its keys."""
-    trainer = make(AsyncGRPOTrainer, tmp_path, make_model("qwen3"), peft=LORA, gradient_checkpointing=False)
-    assert gradients_asked(trainer.train) == {"qv", "qkv"}
 
 
 def test_windows_and_a_budget_of_tokens(tmp_path: Path) -> None:

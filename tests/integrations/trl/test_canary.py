@@ -13,18 +13,10 @@ from peft import LoraConfig, TaskType
 from dualkv.integrations.trl import GRPOTrainer, RLOOTrainer
 from tests.integrations.test_canary import row_mean
 from tests.integrations.tiny import make_model
-from tests.integrations.trl.runs import Turns, make_trainer, train
+from tests.integrations.trl.runs import Turns, having, make_trainer, train
 
 NAME = "dualkv/packed_vs_separate"
 LORA = {"task_type": TaskType.CAUSAL_LM, "r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
-
-
-def with_canary(cls: type, steps: int = 2) -> type:
-    class Watched(cls):  # type: ignore[misc,valid-type]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, canary=steps, **kwargs)
-
-    return Watched
 
 
 @pytest.mark.parametrize(
@@ -45,7 +37,7 @@ def test_it_is_silent_and_changes_nothing(tmp_path: Path, cls: type, settings: d
         settings["config"] = CONFIGS[settings["config"]]
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        watched = train(with_canary(cls), tmp_path, **settings)
+        watched = train(having(cls, canary=2), tmp_path, **settings)
     assert not [w for w in said if "packed log-probs differ" in str(w.message)]
     plain = train(cls, tmp_path, **settings)
     assert watched.weights.keys() == plain.weights.keys()
@@ -58,7 +50,7 @@ def test_it_is_silent_and_changes_nothing(tmp_path: Path, cls: type, settings: d
 
 
 def test_a_planted_fault_is_seen(tmp_path: Path) -> None:
-    trainer = make_trainer(with_canary(GRPOTrainer, 1), tmp_path, made=make_model())
+    trainer = make_trainer(having(GRPOTrainer, canary=1), tmp_path, made=make_model())
     row_mean(trainer.model)
     with pytest.warns(UserWarning, match="packed log-probs differ from those of the rollouts alone by"):
         trainer.train()
@@ -66,4 +58,4 @@ def test_a_planted_fault_is_seen(tmp_path: Path) -> None:
 
 def test_a_number_of_steps_is_expected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="canary is 0, expected 1 or more"):
-        make_trainer(with_canary(GRPOTrainer, 0), tmp_path, made=make_model())
+        make_trainer(having(GRPOTrainer, canary=0), tmp_path, made=make_model())

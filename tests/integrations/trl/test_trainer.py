@@ -18,7 +18,7 @@ from trl.experimental import gmpo
 from dualkv.integrations import losses
 from dualkv.integrations.transformers import enable, fused, recompute_layers
 from dualkv.integrations.trl import GRPOTrainer, RLOOTrainer, common
-from dualkv.integrations.trl.groups import _regrouped, _seen
+from dualkv.integrations.trl.groups import _seen
 from tests.integrations.tiny import VOCAB, assert_close, make_featured, make_model
 from tests.integrations.transformers.test_fast import kept
 from tests.integrations.transformers.test_recurrent import make as make_recurrent
@@ -34,6 +34,7 @@ from tests.integrations.trl.runs import (
     Run,
     TheirScreens,
     Turns,
+    having,
     make_trainer,
     tokenizer,
     train,
@@ -68,8 +69,6 @@ RUNS: dict[str, dict[str, Any]] = {
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": 8,
     },
-    "sapo": {"loss_type": "sapo"},
-    "vespo": {"loss_type": "vespo"},
     "luspo, sequences": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
     "mixture of experts": {"model": "qwen3_moe", "router_aux_loss_coef": 0.5},
     "adapters": {"peft": LORA, "beta": 0.04},
@@ -127,21 +126,22 @@ def assert_equal_updates(packed: Run, padded: Run) -> None:
         assert_close(name, packed.weights[name], weight, 1e-4)
 
 
-class Fast(GRPOTrainer):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, fast=True, **kwargs)
+def assert_equal_trainings(packed: Run, padded: Run) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(packed.completions, padded.completions, strict=True))
+    assert largest(packed.logps, padded.logps) < 1e-5
+    assert largest(packed.entropies, padded.entropies) < 1e-5
+    assert largest(packed.losses, padded.losses) < 1e-5
+    assert_equal_updates(packed, padded)
+    assert_equal_metrics(packed, padded)
 
 
 def test_a_fast_training_is_the_padded_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers keep attention in every update, though TRL switches checkpointing off and on; there is a reference model.
-    The fused pieces are traced; the GPU suite has the compiler's kernels.
-
-    The fused pieces are traced; the GPU suite has the compiler's kernels.
-    """
+    The fused pieces are traced; the GPU suite has the compiler's kernels."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     kept = []
 
-    class Watched(Fast):
+    class Watched(having(GRPOTrainer, fast=True)):  # type: ignore[misc]
         def _compute_loss(self, model: Any, inputs: Any) -> Any:
             loss = super()._compute_loss(model, inputs)
             layers = self.accelerator.unwrap_model(model).get_decoder().layers
@@ -149,13 +149,9 @@ def test_a_fast_training_is_the_padded_one(folder: Path, monkeypatch: pytest.Mon
             return loss
 
     settings: dict[str, Any] = {"beta": 0.04, "steps_per_generation": 4}
-    packed = train(Watched, folder, **settings)
-    padded = train(Padded, folder, **settings)
+    assert_equal_trainings(*(train(cls, folder, **settings) for cls in (Watched, Padded)))
     assert kept
     assert all(kept)
-    assert largest(packed.logps, padded.logps) < 1e-5
-    assert_equal_updates(packed, padded)
-    assert_equal_metrics(packed, padded)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -163,13 +159,8 @@ def test_a_training_is_the_padded_one(folder: Path, name: str) -> None:
     settings = dict(RUNS[name])
     of = settings.pop("of", "grpo")
     packed, padded = (train(cls, folder, config=CONFIGS[of], **settings) for cls in TRAINERS[of][:2])
-    assert all(torch.equal(a, b) for a, b in zip(packed.completions, padded.completions, strict=True))
+    assert_equal_trainings(packed, padded)
     assert len({int(r) for c in padded.completions for r in (c != 0).sum(1)}) > 3  # ragged
-    assert largest(packed.logps, padded.logps) < 1e-5
-    assert largest(packed.entropies, padded.entropies) < 1e-5
-    assert largest(packed.losses, padded.losses) < 1e-5
-    assert_equal_updates(packed, padded)
-    assert_equal_metrics(packed, padded)
     log = packed.logs[0]
     assert log["dualkv/tokens_packed"] < log["dualkv/tokens_padded"]
     assert name.startswith("cispo") or log["dualkv/dedup_ratio"] > 1.3
@@ -179,7 +170,6 @@ def test_a_training_is_the_padded_one(folder: Path, name: str) -> None:
     ("of", "settings"),
     [
         ("grpo", {}),
-        ("grpo", {"loss_type": "grpo", "beta": 0.04}),
         # above the rounding of gradients near zero
         ("grpo", {"optim": "adamw_torch", "learning_rate": 1e-3, "adam_epsilon": 1e-4}),
         ("grpo", {"num_iterations": 2, "max_steps": 4, "learning_rate": 0.1, "beta": 0.04}),
@@ -187,6 +177,7 @@ def test_a_training_is_the_padded_one(folder: Path, name: str) -> None:
         ("grpo", {"model": "qwen3_moe", "router_aux_loss_coef": 0.0}),
         ("rloo", {"num_iterations": 2, "max_steps": 4, "learning_rate": 0.01}),
         ("gmpo", {"beta": 0.04}),
+        ("screens", {"model": "images", "learning_rate": 0.01}),  # images of prompts and of tools' answers
     ],
 )
 def test_updates_of_whole_generation_batches_are_those_of_trl(folder: Path, of: str, settings: dict[str, Any]) -> None:
@@ -211,7 +202,6 @@ OF_TURNS: dict[str, dict[str, Any]] = {
         "entropy_coef": 0.01,
         "mask_truncated_completions": True,
     },
-    "mixture of experts": {"model": "qwen3_moe", "router_aux_loss_coef": 0.5},
     "RLOO, mixture of experts": {
         "of": "rloo",
         "model": "qwen3_moe",
@@ -246,12 +236,7 @@ def test_a_training_on_shared_turns_is_the_padded_one(folder: Path, name: str, d
     of = settings.pop("of", "grpo")
     packed, padded = (train(of_turns(cls), folder, config=CONFIGS[of], **settings) for cls in TRAINERS[of][:2])
     assert max(depths) > 2
-    assert all(torch.equal(a, b) for a, b in zip(packed.completions, padded.completions, strict=True))
-    assert largest(packed.logps, padded.logps) < 1e-5
-    assert largest(packed.entropies, padded.entropies) < 1e-5
-    assert largest(packed.losses, padded.losses) < 1e-5
-    assert_equal_updates(packed, padded)
-    assert_equal_metrics(packed, padded)
+    assert_equal_trainings(packed, padded)
 
 
 @pytest.mark.parametrize("of", ["grpo", "rloo"])
@@ -306,41 +291,6 @@ def test_groups_follow_each_other_and_nothing_is_lost(folder: Path) -> None:
     assert grouped == sorted(shuffled, key=lambda row: first.index(row[0]))
 
 
-def test_one_text_with_several_images_makes_several_groups() -> None:
-    """Rollouts are put together by tokens and images of their prompts; each keeps its own, also of tools' answers."""
-    images = [torch.full((n, 24), float(i)) for i, n in enumerate((4, 4, 0))]
-    grids = [torch.tensor([[1, 2, 2], [1, 4, 1]])[[k] if k < 2 else []] for k in range(3)]
-    of_rollouts, texts = [0, 1, 2, 1, 0, 2, 1, 0], [5, 5, 6, 5, 5, 6, 5, 5]
-    screen = [False, True] * 4  # behind the prompt of every second rollout
-    marks = [9 if k < 2 else 8 for k in of_rollouts]
-
-    def pixels(i: int) -> list[torch.Tensor]:
-        return [images[of_rollouts[i]], *[images[0] + i] * screen[i]]
-
-    batches = [
-        {
-            "prompt_ids": torch.tensor(list(zip(texts, marks, strict=True)))[cut],
-            "prompt_mask": torch.ones(4, 2, dtype=torch.int64),
-            "completion_ids": torch.tensor([[9 if x else 7, 10 + i] for i, x in enumerate(screen)])[cut],
-            "completion_mask": torch.ones(4, 2, dtype=torch.int64),
-            "advantages": torch.arange(8.0)[cut],
-            "num_images": [int(of_rollouts[i] < 2) + screen[i] for i in range(8)[cut]],
-            "pixel_values": torch.cat([x for i in range(8)[cut] for x in pixels(i)]),
-            "image_grid_thw": torch.cat(
-                [x for i in range(8)[cut] for x in [grids[of_rollouts[i]]] + [grids[0]] * screen[i]]
-            ),
-            "num_items_in_batch": torch.tensor(8),
-        }
-        for cut in (slice(0, 4), slice(4, 8))
-    ]  # fmt: skip
-    found = _regrouped(batches, {9: 1})
-    order = [int(x) for batch in found for x in batch["advantages"]]
-    assert [of_rollouts[i] for i in order] == [0] * 3 + [1] * 3 + [2] * 2
-    for batch, own in zip(found, (order[:4], order[4:]), strict=True):
-        assert batch["num_images"] == [int(of_rollouts[i] < 2) + screen[i] for i in own]
-        assert torch.equal(batch["pixel_values"], torch.cat([x for i in own for x in pixels(i)]))
-
-
 def test_images_of_masked_tokens_are_left_out() -> None:
     """TRL masks completions that were cut."""
     ids, mask = torch.tensor([[5, 9, 6, 9, 7]] * 2), torch.ones(2, 5)
@@ -349,22 +299,6 @@ def test_images_of_masked_tokens_are_left_out() -> None:
     of_own = _seen(images, ids, mask, {9: 1}).images
     assert [[image.begin for image in row] for row in of_own] == [[1, 3], [1]]
     assert of_own[1][0].entry["pixel_values"].flatten().tolist() == [0, 1, 2, 3]
-
-
-def test_rollouts_of_a_group_that_begin_alike_follow_each_other() -> None:
-    """Rollouts that share less than a segment are not put together, but stay in the order of TRL's shuffle."""
-    begins = [(5, 7, 0), (6, 7, 1), (5, 7, 9), (6, 7, 1), (5, 8, 0), (6, 3, 2), (5, 7, 9), (5, 7, 0)]
-    batches = [
-        {
-            "prompt_ids": torch.tensor([[prompt] * 9 for prompt, _, _ in begins[cut]]),
-            "prompt_mask": torch.ones(4, 9, dtype=torch.int64),
-            "completion_ids": torch.tensor([[4, few, *[turn] * 8, i] for i, (_, few, turn) in enumerate(begins)][cut]),
-            "completion_mask": torch.ones(4, 11, dtype=torch.int64),
-            "advantages": torch.arange(8.0)[cut],
-        }
-        for cut in (slice(0, 4), slice(4, 8))
-    ]
-    assert [x for batch in _regrouped(batches, {}) for x in batch["advantages"].tolist()] == [0, 7, 2, 6, 4, 1, 3, 5]
 
 
 # ---------------------------------------------------------------- log-probs of given batches
@@ -471,19 +405,6 @@ def test_log_probs_and_gradients_of_shared_turns(folder: Path, model: str, batch
     assert sum(rows) < ids.numel() / 2
 
 
-def test_a_batch_that_shares_prompts_alone_is_packed_as_before(folder: Path, depths: list[int]) -> None:
-    """Responses that begin alike for a few tokens do not branch there."""
-    ids, mask, room = padded_batch()
-    ids[:, -room : 5 - room] = ids[0, -room : 5 - room]
-    trainer = make_trainer(GRPOTrainer, folder)
-    trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, room)
-    prompts = {tuple(row[own].tolist()) for row, own in zip(ids[:, :-room], mask[:, :-room].bool(), strict=True)}
-    assert trainer._metrics["eval"]["dualkv/tokens_packed"] == [
-        sum(len(p) - 1 for p in prompts) + sum(r + 1 for _, r in ROLLOUTS)
-    ]
-    assert depths == []
-
-
 @pytest.mark.parametrize("batch_size", [None, 4])
 @pytest.mark.parametrize("make", [padded_batch, batch_of_turns])
 def test_load_balancing_counts_the_padded_batch(folder: Path, make: Any, batch_size: int | None) -> None:
@@ -529,24 +450,12 @@ def test_a_model_that_is_enabled_already(folder: Path) -> None:
     assert (packed(again.ref_model, ids, mask, room)[0] - stock(again.model, ids, mask, room)[0]).abs().max() < 1e-5
 
 
-def test_continuous_batching_finds_the_attention_it_knows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = make_trainer(GRPOTrainer, folder, use_transformers_continuous_batching=True)
-    names = []
-
-    def generate(self: Any, prompt_ids: Any, *_: Any, **__: Any) -> Any:
-        names.append(self.model.config._attn_implementation)
-        return [[5, 2] for _ in prompt_ids], None
-
-    monkeypatch.setattr(trl.GRPOTrainer, "_generate_single_turn", generate)
-    trainer.train()
-    assert set(names) == {"sdpa"}
-    assert trainer.model.config._attn_implementation == "dualkv|sdpa"
-
-
 def test_continuous_batching_leaves_what_was_set(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Generation leaves what layers keep, and `deterministic`; layers are not fused meanwhile."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    trainer = make_trainer(Fast, folder, use_transformers_continuous_batching=True, max_steps=3)
+    trainer = make_trainer(
+        having(GRPOTrainer, fast=True), folder, use_transformers_continuous_batching=True, max_steps=3
+    )
     enable(trainer.model, deterministic=True, fast=True)
     recompute_layers(trainer.model, "products", layers=1)
     found, kinds = [], []
@@ -577,7 +486,7 @@ def test_continuous_batching_generates_as_trl_does(folder: Path, monkeypatch: py
         "use_transformers_continuous_batching": True,
         "transformers_continuous_batching_config": {"num_blocks": 16, "max_batch_tokens": 64},
     }
-    packed, padded = (train(cls, folder, **settings) for cls in (Fast if fast else GRPOTrainer, Padded))
+    packed, padded = (train(cls, folder, **settings) for cls in (having(GRPOTrainer, fast=fast), Padded))
     assert all(torch.equal(a, b) for a, b in zip(packed.completions, padded.completions, strict=True))
     assert_equal_updates(packed, padded)
 
@@ -601,20 +510,16 @@ def test_a_loss_that_depends_on_micro_batches_is_named(folder: Path, settings: d
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("of", "settings"),
     [
-        *({"loss_type": name} for name in ("dapo", "grpo", "dr_grpo", "cispo", "sapo", "vespo")),
-        {"loss_type": "luspo", "importance_sampling_level": "sequence"},
-        {"loss_type": "bnpo", "steps_per_generation": 1, "per_device_train_batch_size": 12},
-        {"of": "rloo"},
-        {"of": "gmpo"},
+        ("grpo", {"loss_type": "dapo"}),
+        ("grpo", {"loss_type": "bnpo", "steps_per_generation": 1, "per_device_train_batch_size": 12}),
+        ("rloo", {}),
     ],
     ids=str,
 )
-def test_other_losses_are_quiet(folder: Path, settings: dict[str, Any]) -> None:
+def test_other_losses_are_quiet(folder: Path, of: str, settings: dict[str, Any]) -> None:
     losses._warn.cache_clear()
-    of = settings.get("of", "grpo")
-    settings = {name: value for name, value in settings.items() if name != "of"}
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="dualkv: ")
         make_trainer(TRAINERS[of][0], folder, config=CONFIGS[of], **settings)

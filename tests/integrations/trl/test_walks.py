@@ -16,14 +16,13 @@ from dualkv.data import memory
 from dualkv.integrations.transformers import selfcheck
 from dualkv.integrations.trl import DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer, SFTTrainer, common
 from tests.integrations.tiny import assert_close
-from tests.integrations.trl.runs import make_trainer, train
+from tests.integrations.trl.runs import having, make_trainer, train
 from tests.integrations.trl.test_answers import assert_same, dpo
 from tests.integrations.trl.test_trainer import (
     CONFIGS,
     FEATURES,
     TRAINERS,
-    assert_equal_metrics,
-    assert_equal_updates,
+    assert_equal_trainings,
     batch_of_turns,
     both,
     largest,
@@ -39,14 +38,6 @@ COPIES = dualkv.Memory(200_000, ROW._replace(kept=10**6))  # no trunk can keep i
 
 
 BOTH = {"F", "FT", "G", "GT"}  # trunks and parts, without a graph and with one
-
-
-def walking(cls: type, walk: bool | int | dualkv.Memory) -> type:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        super(made, self).__init__(*args, walk=walk, **kwargs)
-
-    made = type(cls.__name__, (cls,), {"__init__": __init__})
-    return made
 
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -94,18 +85,13 @@ def test_a_walked_training_is_the_padded_one(
     of = settings.pop("of", "grpo")
     ours, padded, _ = TRAINERS[of]
     ours, theirs = (
-        train(of_turns(cls), folder, config=CONFIGS[of], **settings) for cls in (walking(ours, walk), padded)
+        train(of_turns(cls), folder, config=CONFIGS[of], **settings) for cls in (having(ours, walk=walk), padded)
     )
     assert kinds == BOTH
     said = [record.getMessage() for record in caplog.records if record.name == common.__name__]
     assert len(said) == len({text.translate(common._NO_DIGITS) for text in said}), "once for each way"
     assert any("rows are walked in" in text for text in said) == (walk != 16)
-    assert all(torch.equal(a, b) for a, b in zip(ours.completions, theirs.completions, strict=True))
-    assert largest(ours.logps, theirs.logps) < 1e-5
-    assert largest(ours.entropies, theirs.entropies) < 1e-5
-    assert largest(ours.losses, theirs.losses) < 1e-5
-    assert_equal_updates(ours, theirs)
-    assert_equal_metrics(ours, theirs)
+    assert_equal_trainings(ours, theirs)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +107,7 @@ def test_a_walked_training_is_the_padded_one(
 def test_log_probs_and_gradients(folder: Path, model: str, make: Any, walk: Any, kinds: set[str]) -> None:
     settings: dict[str, Any] = {"model": model, "made": FEATURES[model](), "gradient_checkpointing": False}
     settings["router_aux_loss_coef"] = 0.0
-    trainer = make_trainer(walking(GRPOTrainer, walk), folder, **settings)
+    trainer = make_trainer(having(GRPOTrainer, walk=walk), folder, **settings)
     ids, mask, room = make()
     weights = torch.randn(len(ids), room, generator=torch.Generator().manual_seed(0))
     found = []
@@ -151,7 +137,7 @@ def test_losses_that_are_sums_over_rollouts_take_one_walk(
 ) -> None:
     """Some rollouts end within others, and some are equal. Entropies above a quantile are those of other rollouts."""
     settings = {"entropy_target": 9.0, "entropy_coef_max": 0.2, "entropy_coef": 0.1, "gradient_checkpointing": False}
-    trainer = make_trainer(walking(GRPOTrainer, 4), folder, **settings)
+    trainer = make_trainer(having(GRPOTrainer, walk=4), folder, **settings)
     trainer.model.double()  # a loss of 2.2 is up to 1.4e-6 off in fp32, here no loss by more than 1.2e-7
     trainer.current_gradient_accumulation_steps = 2
     (packed, stock), model, metrics = both(trainer), trainer.model.train(), trainer._metrics["train"]
@@ -214,25 +200,21 @@ def test_walked_trainings_on_answers(
 ) -> None:
     small_memory(monkeypatch)
     ours, theirs, make = ANSWERS[of]
-    assert_same(partial(make, folder=tmp_path), walking(ours, walk), theirs)
+    assert_same(partial(make, folder=tmp_path), having(ours, walk=walk), theirs)
     assert kinds == ({"F", "G"} if walk is True else BOTH), "pairs so short are cut"
 
 
 def test_what_a_walk_refuses(folder: Path) -> None:
     with pytest.raises(ValueError, match="walk is 0, expected"):
-        make_trainer(walking(GRPOTrainer, 0), folder)
+        make_trainer(having(GRPOTrainer, walk=0), folder)
     with pytest.raises(TypeError, match="walk"):
-        make_trainer(walking(GRPOTrainer, "all"), folder)
-    trainer = make_trainer(walking(GRPOTrainer, True), folder)
+        make_trainer(having(GRPOTrainer, walk="all"), folder)
+    trainer = make_trainer(having(GRPOTrainer, walk=True), folder)
     with pytest.raises(ValueError, match=r"walk is True on cpu, expected rows or a dualkv\.Memory"):
         trainer._walks._bytes()
     settings = {"model": "qwen3_moe", "router_aux_loss_coef": 0.5}
     with pytest.raises(ValueError, match=r"together with router_aux_loss_coef 0\.5, expected one process"):
-        make_trainer(walking(RLOOTrainer, 9), folder, config=CONFIGS["rloo"], **settings)
-
-    class WithCanary(GRPOTrainer):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, walk=9, canary=2, **kwargs)
+        make_trainer(having(RLOOTrainer, walk=9), folder, config=CONFIGS["rloo"], **settings)
 
     with pytest.raises(ValueError, match="walk is given together with canary 2, expected"):
-        make_trainer(WithCanary, folder)
+        make_trainer(having(GRPOTrainer, walk=9, canary=2), folder)
