@@ -7,7 +7,6 @@ import torch
 
 from tests.integrations.transformers import test_recurrent as newer
 from tests.integrations.transformers.test_recurrent import (
-    test_a_wrong_state_would_be_seen,
     test_calls_without_a_layout_do_not_change,
     test_copies_and_pickles_run_packed,
     test_kernels_of_the_library_run_a_call_a_wave,
@@ -16,7 +15,6 @@ from tests.integrations.transformers.test_recurrent import (
 )
 
 __all__ = [
-    "test_a_wrong_state_would_be_seen",
     "test_calls_without_a_layout_do_not_change",
     "test_copies_and_pickles_run_packed",
     "test_kernels_of_the_library_run_a_call_a_wave",

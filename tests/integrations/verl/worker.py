@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import json
 import logging
-import random
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -27,9 +25,8 @@ import torch.distributed as dist
 import verl
 from hydra import compose, initialize_config_dir
 from tensordict import TensorDict
-from torch import nn
 from torch.distributed.fsdp import OffloadPolicy
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AutoModelForTokenClassification
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
@@ -51,15 +48,12 @@ import dualkv
 from dualkv import branches
 from dualkv.data.memory import Memory
 from dualkv.data.planning import MemoryPlan, PlannedBatch
-from dualkv.integrations import patching
 from dualkv.integrations.verl import walked
 from dualkv.integrations.verl.engine import restore_attention
-from dualkv.models import load_model
 from dualkv.ops import reference
 from dualkv.prefixes import SharedPrefixes
 from tests.integrations.doubled import double_throughout
 from tests.integrations.verl.rollouts import MODELS, UPDATE, make_rollouts, nested
-from tools.bench import recorded_verl, train_verl, verl_options
 from tools.bench import verl as bench_verl
 
 SCORES = ("log_probs", "entropy", "sum_pi_squared", "values")
@@ -301,10 +295,7 @@ def old_and_new(s: dict[str, Any], models: Path) -> dict[str, Any]:
         scores.append(score(worker, some))
     lens = [len(x) for x in data["responses"].unbind()]
     data["old_log_probs"] = nested([x[:n] for x, n in zip(scores[0]["log_probs"], lens, strict=True)])
-    found = {"metrics": train(worker, data), "metrics_later": train(worker, data)}
-    products = {name: x for name, x in worker.engine.module.named_modules() if isinstance(x, nn.Linear)}
-    fixed = {name for name, x in products.items() if getattr(x, patching.INVARIANT, False)}
-    return {**found, "scores": scores, "products": len(products), "others": sorted(products.keys() - fixed)}
+    return {"metrics": train(worker, data), "metrics_later": train(worker, data), "scores": scores}
 
 
 def planted(s: dict[str, Any], models: Path) -> dict[str, Any]:
@@ -422,60 +413,8 @@ def profiled(s: dict[str, Any], models: Path) -> dict[str, Any]:
 
 def bench(s: dict[str, Any], _models: Path) -> dict[str, Any]:
     """Rows of the benchmark, as the command line reads them."""
-    if s.get("strategy") == "megatron":
-        return {"rows": list(megatron().bench(s["rows"]))}
     rows = [bench_verl.settings_of(row, bench_verl.Settings) for row in s["rows"]]
     return {"rows": list(bench_verl.measure_all(rows, bench_verl.build, s.get("distance")))}
-
-
-def old_log_probs(s: dict[str, Any], _models: Path) -> dict[str, Any]:
-    """Compute log-probs of responses by the benchmark's worker, and by its model on one sequence after another."""
-    settings = bench_verl.settings_of(s["row"], bench_verl.Settings)
-    worker = bench_verl.build(settings)
-    data, found = bench_verl.whole_batch(settings, worker), bench_verl.log_probs_on(settings, worker)
-    config = worker.model_config.hf_config
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-    bench_verl.restore(type(model))  # without veRL's fused head
-    weights = worker.engine.module.state_dict()
-    model.load_state_dict({name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in weights.items()})
-    wanted = []
-    for ids, response in zip(data["input_ids"].unbind(), data["responses"].unbind(), strict=True):
-        with torch.no_grad():
-            logp = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
-        wanted.append(logp.gather(1, ids[1:, None])[-len(response) :, 0])
-    return {"found": found, "wanted": wanted}
-
-
-def training(s: dict[str, Any], models: Path) -> dict[str, Any]:
-    for model, forward in FORWARDS.items():
-        model.forward = forward
-    task = train_verl.Task(groups=2, responses=4, prompt_len=12, response_len=3)
-    settings = train_verl.settings_for(task, updates=2, learning_rate=1e-3)
-    train_verl.save_model(models / "training", seed=0)
-    rewarded = {
-        engine.value: list(train_verl.train(replace(settings, engine=engine), task, models / "training", seed=0))
-        for engine in verl_options.Engine
-    }
-    return {"rewarded": rewarded}
-
-
-def recorded(s: dict[str, Any], models: Path) -> dict[str, Any]:
-    """Train on a file of two groups an update by both engines."""
-    draw = random.Random(0)
-    lines = [
-        {
-            "prompt": [draw.randrange(256) for _ in range(40 + group)],
-            "responses": [[draw.randrange(256) for _ in range(3 + i)] for i in range(3)],
-            "rewards": [1.0, 0.0, 0.0],
-        }
-        for group in range(4)
-    ]
-    (models / "rollouts.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    batches, rewards = recorded_verl.read_updates(models / "rollouts.jsonl", groups=2, updates=2)
-    runs = recorded_verl.runs_for("tiny", batches, 2, 150, 1e-3, "fp32")
-    load_model("tiny", torch.float32, torch.device("cpu"), 0).save_pretrained(models / "recorded")
-    *_, found = recorded_verl.compare(runs, batches, rewards, models / "recorded", kl=0.05)
-    return {"found": found}
 
 
 class _Log(logging.Handler):

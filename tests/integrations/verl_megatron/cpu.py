@@ -23,7 +23,7 @@ from verl.models.mcore import model_forward_fused
 from verl.workers.config import EngineRouterReplayConfig, McoreActorConfig, McoreEngineConfig, McoreOptimizerConfig
 
 from tests.integrations.megatron import cpu
-from tools.bench import verl, verl_megatron
+from tools.bench import verl_megatron
 
 TYPE_OF_TENSOR = torch.Tensor.type
 NAMES_OF_WEIGHTS = Bridge._weight_name_mapping_mcore_local_to_global
@@ -120,9 +120,3 @@ def weights(worker: Any) -> dict[str, torch.Tensor]:
     """Export the weights by the names of transformers, whole, on every rank."""
     exported = worker.engine.bridge.export_weights(worker.engine.module)
     return {name: value.detach().float().clone() for name, value in exported}
-
-
-def bench(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Rows of the benchmark, as the command line reads them."""
-    listed = [verl_megatron.settings_of(row) for row in rows]
-    return verl.measure_all(listed, verl_megatron.build, None, verl_megatron.Compared())

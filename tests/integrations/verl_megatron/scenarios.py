@@ -119,48 +119,8 @@ TWO_MORE: dict[str, dict[str, Any]] = {
     "one-rank-too-long": PACKED | {"run": "scored", "budget": 33, "groups": SECOND_RANK_LONG},
 }
 
-# The benchmark: a prompt of 60 tokens and four responses of 10 for each data-parallel rank.
-ROW: dict[str, Any] = {
-    "engine": "verl",
-    "model": "tiny",
-    "layers": None,
-    "groups": 1,
-    "responses": 4,
-    "prompt_len": 60,
-    "response_len": 10,
-    "micro_batch": 2,
-    "max_tokens": None,
-    "algorithm": "grpo",
-    "tensor_parallel": 1,
-    "context_parallel": 1,
-    "pipeline_parallel": 1,
-    "attention": "math",
-    "head": "chunked",
-    "dtype": "fp32",
-    "updates": 1,
-    "learning_rate": 1e-9,  # rows of one worker have the same weights, up to rounding
-}
-PACKED_ROW = ROW | {"engine": "dualkv", "micro_batch": None, "max_tokens": 150}
-TENSOR = {"tensor_parallel": 2}
-BENCH: dict[str, dict[str, Any]] = {
-    name: MEGATRON | {"run": "bench", "rows": rows}
-    for name, rows in {
-        "bench": [
-            ROW,
-            ROW | {"micro_batch": 4},
-            ROW | {"head": "unfused"},
-            PACKED_ROW,
-            PACKED_ROW | {"context_parallel": 2},
-            PACKED_ROW | {"max_tokens": 30},
-        ],
-        "bench-tensor": [ROW | TENSOR, PACKED_ROW | TENSOR],
-        "bench-pipeline": [ROW | {"pipeline_parallel": 2}, PACKED_ROW | {"pipeline_parallel": 2}],
-    }.items()
-}
-
 SCENARIOS = {
     "megatron-one": (1, ONE | MORE),
     "megatron-two": (2, TWO | TWO_MORE),
     "megatron-four": (4, FOUR),
-    "megatron-bench": (2, BENCH),
 }
