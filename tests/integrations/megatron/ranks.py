@@ -48,15 +48,6 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         "window_size": (3, 0),
         "window_attn_skip_freq": 2,
     },
-    "gathered, tensor, sequence": {
-        "cp": 2,
-        "cp_comm_type": "all_gather",
-        "tp": 2,
-        "sequence_parallel": True,
-        "norms": False,
-        "init_method_std": 0.1,
-    },
-    "gathered, latent, pipeline": {"cp": 2, "cp_comm_type": "all_gather", "pp": 2, **LATENT},
     "context, pipeline": {"cp": 2, "pp": 2, "num_query_groups": 1},
     "interleaved": {
         "pp": 2,
@@ -73,7 +64,6 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         "linear_attention_freq": [1, 1, 0],
         "num_layers": 3,
     },
-    "recurrent, experts": {"ep": 2, **EXPERTS, **RECURRENT},
     "recurrent, pipeline": {"pp": 2, **RECURRENT, "linear_attention_freq": [0, 1]},
     "tensor and pipeline": {"tp": 2, "pp": 2, "softmax_type": "learnable", "window_size": (3, 0)},
 }
@@ -86,37 +76,10 @@ if hasattr(gated_delta_net, "tensor_a2a_cp2hp"):  # configs of earlier versions 
             **RECURRENT,
             **AGAIN,
         },
-        "context, tensor, sequence, recurrent": {
-            "cp": 2,
-            "tp": 2,
-            "sequence_parallel": True,
-            "norms": False,
-            **RECURRENT,
-            "linear_num_key_heads": 4,
-            "linear_num_value_heads": 8,
-        },
         "context of four, hybrid": {"cp": 4, **HYBRID},
         "hybrid, context, latent": {"cp": 2, **HYBRID, **LATENT, "pattern": "+MG-"},
-        "hybrid, gathered, each layer again": {"cp": 2, "cp_comm_type": "all_gather", **HYBRID, **AGAIN},
         "hybrid, tensor, sequence": {"tp": 2, "sequence_parallel": True, "norms": False, **HYBRID},
         "hybrid, context, pipeline": {"cp": 2, "pp": 2, **HYBRID, "pattern": "*-|MG"},
-        "hybrid, four": {
-            "tp": 4,
-            **HYBRID,
-            "pattern": "G*M-",
-            "mamba_num_heads": 8,
-            "mamba_num_groups": 4,
-            "linear_num_key_heads": 4,
-            "num_query_groups": 4,
-        },
-        "recurrent, context of four": {
-            "cp": 4,
-            **RECURRENT,
-            "linear_num_key_heads": 4,
-            "linear_num_value_heads": 8,
-            **AGAIN,
-        },
-        "hybrid, experts": {"ep": 2, **EXPERTS, **HYBRID, "pattern": "M*EG"},
     }
 # What routers count, against one rank. A loss of all data-parallel ranks differs with their number.
 WITHOUT_GLOBAL = {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": [0.3, 0.5]}

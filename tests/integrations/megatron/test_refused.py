@@ -45,16 +45,7 @@ LAYOUT = dualkv.Layout.from_lengths([3], [[2, 1]])
             {"mrope_section": [2, 3, 3]},
             r"mrope_section is \[2, 3, 3\] and position_embedding_type 'rope', expected None ",
         ),
-        ({"mtp_num_layers": 1}, "mtp_num_layers is 1, expected None: "),
-        ({"fused_single_qkv_rope": True}, "fused_single_qkv_rope is True, expected False: "),
-        ({"fp8_dot_product_attention": True}, "fp8_dot_product_attention is True, expected False: "),
-        ({"fp8_multi_head_attention": True}, "fp8_multi_head_attention is True, expected False: "),
-        ({"qk_clip": True}, "qk_clip is True, expected False: "),
-        ({"log_max_attention_logit": True}, "log_max_attention_logit is True, expected False: "),
-        ({"batch_invariant_mode": True}, "batch_invariant_mode is True, expected False: "),
         ({"cuda_graph_impl": "local"}, "cuda_graph_impl is 'local', expected 'none': "),
-        ({"enable_cuda_graph": True}, "enable_cuda_graph is True, expected False: "),
-        ({"external_cuda_graph": True}, "external_cuda_graph is True, expected False: "),
         ({"moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor is 1.0, expected None: "),
         ({"window_size": (4, -1)}, r"window_size is \(4, -1\), expected \(n, 0\) or \(-1, 0\): "),
         ({"kv_channels": 12}, "kv_channels is 12, expected a multiple of 8 up to 512"),
@@ -279,19 +270,6 @@ def test_not_a_layout() -> None:
         PackedGroups([3, 2])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^layout is a layout without some queries .* expected one of all rows: "):
         PackedGroups(LAYOUT.without_prompt_queries())
-
-
-def test_disable_leaves_layers_without_attention() -> None:
-    cpu.parallel()
-    model = build(enable(layer_spec()), {})
-    first, *others = model.decoder.layers
-    first.self_attention = torch.nn.Identity()
-    assert disable(model) is model
-    assert type(first.self_attention) is torch.nn.Identity
-    assert all(type(layer.self_attention) is SelfAttention for layer in others)
-    spec = layer_spec()
-    spec.submodules.self_attention = torch.nn.Identity
-    assert disable(spec).submodules.self_attention is torch.nn.Identity
 
 
 def test_a_version_whose_surface_changed(monkeypatch: pytest.MonkeyPatch) -> None:

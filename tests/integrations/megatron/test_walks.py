@@ -89,16 +89,6 @@ def test_layers_that_keep_all_and_loss_of_whole_sequences() -> None:
     assert max(error(walked(model, [weighed], ROWS), packed(model, weighed))) < 1e-4
 
 
-def test_a_trunk_that_forgets_gradients_of_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The difference shows that the bounds of the other tests separate right from wrong."""
-    model, given = made({}), tree()
-    wanted = packed(model, given)
-    monkeypatch.setattr("dualkv.branches.Kept.add", lambda *_: None)
-    logp, gradients = error(walked(model, [given], ROWS), wanted)
-    assert logp < 1e-5
-    assert gradients > 1e-2
-
-
 # ---------------------------------------------------------------- what is refused
 @pytest.mark.parametrize(
     ("settings", "later", "words"),

@@ -18,7 +18,7 @@ from transformers import (
 
 from dualkv.integrations.openrlhf import pack_model
 from tests.integrations.openrlhf.runs import rollouts
-from tests.integrations.tiny import gradients_asked, make_vision_language
+from tests.integrations.tiny import make_vision_language
 
 LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 
@@ -150,14 +150,6 @@ def test_qlora(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for values in (found, expected):
         (values * weight).sum().backward()
     assert_equal_gradients(ours, theirs)
-
-
-def test_adapters_ask_for_their_gradients(folder: Path) -> None:
-    """The first layer needs no gradient of its keys, unless embeddings need one, as OpenRLHF sets them."""
-    ours = actor(folder / "model", **LORA | {"target_modules": ["q_proj", "v_proj"]})
-    ours.model.disable_input_require_grads()
-    pack_model(ours)
-    assert gradients_asked(lambda: ours(*batch()).sum().backward()) == {"qv", "qkv"}
 
 
 def test_the_load_balancing_loss_counts_each_rollout(folder: Path) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from tests.integrations.openrlhf.ranks import RUNS
 from tests.ranks import on_ranks
@@ -26,6 +25,7 @@ def assert_equal_metrics(ours: Any, theirs: Any, but: frozenset[str] = frozenset
     for update, (found, expected) in enumerate(zip(ours["metrics"], theirs["metrics"], strict=True)):
         names = {name for name in expected if not name.startswith("dualkv/")}
         assert names >= {"actor_grad_norm", "policy_loss", "return"}
+        assert expected["actor_grad_norm"] != 0, "weights that stay would be equal however they were trained"
         for name in names - but:
             assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-4, nan_ok=True), (update, name)
 
@@ -48,19 +48,6 @@ def test_three_updates_are_the_stock_trainers(name: str, ranks: list[dict[str, A
 def test_all_metrics_are_those_of_the_same_micro_batches(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert_equal_metrics(found["full, ZeRO-3, packed"], found["full, ZeRO-3, batches"])
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_updates_move_the_weights(name: str, ranks: list[dict[str, Any]], folder: Path) -> None:
-    """Weights that stay would be equal however they were trained."""
-    start = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
-    moved: dict[str, float] = {}
-    for key, weight in ranks[0][f"{name}, packed"]["weights"].items():
-        role, _, own = key.partition(": ")
-        if "LoRA" not in name or "lora_B" in own:  # which begins with zeros
-            change = float((weight - start.get(own, torch.zeros(()))).abs().max())
-            moved[role] = max(moved.get(role, 0), change)
-    assert min(moved.values()) > 1e-3
 
 
 def test_rows_are_counted(ranks: list[dict[str, Any]]) -> None:

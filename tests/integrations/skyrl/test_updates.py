@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from tests.integrations.skyrl.ranks import RUNS
 from tests.ranks import on_ranks
@@ -36,6 +35,7 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
 def assert_equal_metrics(ours: Any, theirs: Any, but: set[str]) -> None:
     for update, (found, expected) in enumerate(zip(ours["metrics"], theirs["metrics"], strict=True)):
         assert {"policy/policy_loss", "policy/final_loss", "policy/grad_norm"} <= expected.keys()
+        assert expected["policy/grad_norm"] != 0, "weights that stay would be equal however they were trained"
         for name in expected:
             if name.partition("/")[2] not in but:
                 assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-4), (update, name)
@@ -59,22 +59,6 @@ def test_three_updates_are_the_stock_trainers(name: str, ranks: list[dict[str, A
 def test_all_metrics_are_those_of_the_same_micro_batches(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert_equal_metrics(found["packed"], found["batches"], set())
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_updates_move_the_weights(name: str, ranks: list[dict[str, Any]], folder: Path) -> None:
-    """Weights that stay would be equal however they were trained."""
-    start = {role: AutoModelForCausalLM.from_pretrained(folder / role).state_dict() for role in ("model", "critic")}
-    moved: dict[str, float] = {}
-    for key, weight in ranks[0][f"{name}, packed"]["weights"].items():
-        role, _, own = key.partition(": ")
-        before = start["model"].get(own.removeprefix("model.")) if role == "policy" else start["critic"].get(own)
-        if "LoRA" in name:
-            before = torch.zeros(()) if "lora_B" in own else None
-        if before is not None:
-            moved[role] = max(moved.get(role, 0), float((weight - before).abs().max()))
-    assert moved.keys() == ({"policy", "critic"} if "critic" in name else {"policy"})
-    assert min(moved.values()) > 1e-3
 
 
 def test_a_rank_had_padding_micro_batches(ranks: list[dict[str, Any]]) -> None:

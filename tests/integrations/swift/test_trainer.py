@@ -10,7 +10,6 @@ import torch
 
 from dualkv.integrations.swift import GRPOTrainer
 from tests.integrations.swift.runs import Run, Stock, train
-from tests.integrations.tiny import gradients_asked
 
 LORA = {"tuner_type": "lora", "target_modules": "all-linear", "init_weights": "gaussian"}
 CASES: dict[str, dict[str, Any]] = {
@@ -72,9 +71,3 @@ def test_a_training_equals_that_of_ms_swift(name: str, folder: Path) -> None:
     assert max(log.get("clip_ratio/region_mean", 0.0) for log in plain.logs) > 0
     assert max(log.get("kl", 0.0) for log in plain.logs) > 1e-3
     assert all(log["dualkv/dedup_ratio"] > 1.5 for log in packed.logs if "loss" in log)
-
-
-def test_adapters_ask_for_their_gradients(folder: Path) -> None:
-    """The first layer needs no gradient of its keys."""
-    settings = LORA | {"target_modules": ["q_proj", "v_proj"], "gradient_checkpointing": False}
-    assert gradients_asked(lambda: train(GRPOTrainer, folder, **settings)) == {"qv", "qkv"}
