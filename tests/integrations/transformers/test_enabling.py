@@ -30,6 +30,7 @@ from dualkv.integrations.transformers import (  # noqa: E402
     media,
     recompute_layers,
 )
+from tests.dispatched import Dispatched  # noqa: E402
 from tests.integrations.tiny import (  # noqa: E402
     ARCHITECTURES,
     LAYOUT,
@@ -204,27 +205,16 @@ def test_inputs_embeds_and_no_position_ids() -> None:
     assert torch.equal(model.model(ids, dualkv=LAYOUT).last_hidden_state, model.model(ids, dualkv=LAYOUT)[0])
 
 
-class LargestTensor(TorchDispatchMode):
-    numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(x, torch.Tensor):
-                self.numel = max(self.numel, x.untyped_storage().nbytes() // x.element_size())
-        return out
-
-
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_no_mask_of_t_by_t_is_made(attention: str) -> None:
     layout = dualkv.Layout.from_lengths([200, 90], [[40] * 3, [30] * 3])
     model, ids, t = enable(make_model(attention=attention)), token_ids(layout), layout.num_tokens
-    with LargestTensor() as packed:
+    with Dispatched() as packed:
         model(input_ids=ids, dualkv=layout).logits.sum().backward()
-    assert t * VOCAB <= packed.numel < t * t
-    with LargestTensor() as own, torch.no_grad():
+    assert t * VOCAB <= packed.largest < t * t
+    with Dispatched() as own, torch.no_grad():
         model(input_ids=ids, position_ids=layout.position_ids[None], use_cache=False)
-    assert own.numel >= t * t  # what would have been made
+    assert own.largest >= t * t  # what would have been made
 
 
 def test_deterministic_reaches_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,9 @@ from tests.ranks import on_ranks
 pytest.importorskip("transformers")
 
 from dualkv.integrations.transformers import enable
-from tests.integrations.tiny import gradients
 from tests.integrations.transformers import test_media_audio, test_media_turns
 from tests.integrations.transformers.test_media import FILM, GRID, NONE, ONE, PLAIN, TWO, make, rollouts
+from tests.integrations.transformers.test_recurrent_ranks import results
 
 KINDS = (Shard, ContextShard)
 # One of each way to run images; two kinds of towers take one image in all, so that a rank has none of its own.
@@ -52,23 +52,6 @@ def packed(family: str, groups: Any) -> Any:
         return dualkv.pack_sequences(list(ids), [torch.arange(len(x)) % 3 == 1 for x in ids], media=list(media))
     prompts, responses, media = test_media_audio.rollouts(family) if groups == "audio" else rollouts(family, *groups)
     return dualkv.pack(prompts, responses, media=media)
-
-
-def results(model: Any, batch: Any, given: Any) -> dict[str, torch.Tensor]:
-    """Hidden states and log-probs of own rows in their places among all, zeros elsewhere; gradients of the own loss."""
-    shard = given if isinstance(given, Shard) else Shard(given, None)
-    draw, rows = torch.Generator().manual_seed(1), batch.layout.num_tokens
-    labels, of_token = torch.randint(3, 80, (rows,), generator=draw), torch.randn(rows, generator=draw)
-    weight = torch.randn(rows, 48, generator=draw)
-    model.zero_grad()
-    hidden = model.model(input_ids=shard.split(batch.input_ids, 1), dualkv=given, **batch.media).last_hidden_state[0]
-    logits = model.get_output_embeddings()(hidden)
-    logp = logits.log_softmax(-1).gather(1, shard.split(labels)[:, None])[:, 0]
-    ((hidden * shard.split(weight)).sum() + (logp * shard.split(of_token)).sum()).backward()
-    whole = {"hidden": hidden.detach(), "logp": logp.detach()}
-    for name, x in whole.items():
-        whole[name] = x.new_zeros(shard.layout.num_tokens, *x.shape[1:]).index_copy_(0, shard.rows, x)[:rows]
-    return whole | {f"gradient of {name}": g.clone() for name, g in gradients(model).items()}
 
 
 def difference(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:
@@ -103,9 +86,10 @@ def run(rank: int, folder: str, families: str) -> None:
     for number, (family, groups) in enumerate(cases(families)):
         batch = packed(family, groups)
         model, compares = enable(make(family), check=False), number % 2 == rank
-        expected = results(model, batch, batch.layout) if compares else {}
+        expected = results(model, batch.layout, batch.layout, batch.input_ids, **batch.media) if compares else {}
         for kind in KINDS:
-            got = results(model, batch, kind(batch.layout, dist.group.WORLD))
+            given = kind(batch.layout, dist.group.WORLD)
+            got = results(model, batch.layout, given, batch.input_ids, **batch.media)
             of_ranks: list[Any] = [None, None]  # FSDP reduces gradients on all ranks
             dist.all_gather_object(of_ranks, [name for name, p in model.named_parameters() if p.grad is not None])
             assert of_ranks[0] == of_ranks[1]

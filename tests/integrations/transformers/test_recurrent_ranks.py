@@ -57,22 +57,21 @@ def cases(families: str) -> list[tuple[str, Layout]]:
     return [(x, FOREST) for x in (OFTEN if families == "often" else FAMILIES)] + [(x, TINY) for x in OFTEN]
 
 
-def results(model: Any, layout: Layout, given: Layout | Shard) -> dict[str, torch.Tensor]:
+def results(model: Any, layout: Layout, given: Any, ids: torch.Tensor, **media: Any) -> dict[str, torch.Tensor]:
     """Hidden states and log-probs of own rows in their places among all, zeros elsewhere; gradients of the own loss."""
     shard = given if isinstance(given, Shard) else Shard(given, None)
     draw, rows = torch.Generator().manual_seed(1), layout.num_tokens
-    ids, labels = token_ids(layout), torch.randint(3, 96, (rows,), generator=draw)
-    dtype = model.get_output_embeddings().weight.dtype
-    weight, of_token = (torch.randn(shape, generator=draw, dtype=dtype) for shape in ((rows, 32), (rows,)))
     model.zero_grad()
-    out = model(input_ids=shard.split(ids, 1), dualkv=given, output_hidden_states=True)
-    hidden = out.hidden_states[-1][0]
-    logp = out.logits[0].log_softmax(-1).gather(1, shard.split(labels)[:, None])[:, 0]
+    decoder = getattr(model, "model", model.base_model)
+    hidden = decoder(input_ids=shard.split(ids, 1), dualkv=given, **media).last_hidden_state[0]
+    labels, of_token = torch.randint(3, 80, (rows,), generator=draw), torch.randn(rows, generator=draw).to(hidden)
+    weight = torch.randn(rows, hidden.shape[1], generator=draw).to(hidden)
+    logits = model.get_output_embeddings()(hidden)
+    logp = logits.log_softmax(-1).gather(1, shard.split(labels)[:, None])[:, 0]
     ((hidden * shard.split(weight)).sum() + (logp * shard.split(of_token)).sum()).backward()
     whole = {"hidden": hidden.detach(), "logp": logp.detach()}
     for name, x in whole.items():
-        of_all = x.new_zeros(shard.layout.num_tokens, *x.shape[1:]).index_copy_(0, shard.rows, x)
-        whole[name] = of_all[:rows]
+        whole[name] = x.new_zeros(shard.layout.num_tokens, *x.shape[1:]).index_copy_(0, shard.rows, x)[:rows]
     return whole | {f"gradient of {name}": g.clone() for name, g in gradients(model).items()}
 
 
@@ -100,14 +99,15 @@ def run(rank: int, folder: str, dtype: str, families: str) -> None:
         for number, (family, layout) in enumerate(cases(families)):
             compares = number % ranks == rank
             model = enable(make(family, getattr(torch, dtype)), check=False)
-            expected = results(model, layout, layout) if compares else {}
+            ids = token_ids(layout)
+            expected = results(model, layout, layout, ids) if compares else {}
             for kind, recompute in WAYS[dtype]:
                 if recompute:
                     recompute_layers(model)
                 # One of the ways runs the library's convolution, by its stand-in.
                 library = {"convolution": lambda *_: test_recurrent.library_convolution} if recompute else {}
                 with patch.multiple(kernels, **library) if library else nullcontext():
-                    got = results(model, layout, kind(layout, dist.group.WORLD))
+                    got = results(model, layout, kind(layout, dist.group.WORLD), ids)
                 whole = torch.cat([x.flatten() for x in got.values()])
                 dist.reduce(whole, number % ranks)
                 if compares:
