@@ -340,8 +340,9 @@ def misses(plan, clusters, kept):
 )
 def test_items_that_read_the_same_queries_start_when_these_are_in_l2(name, head_dim, heads, most, least):
     seg, kv_heads = of(parse(name).layout()), 8 if head_dim == 128 else heads // 8
-    tile = backward_tile(head_dim, few_keys=head_dim == 128 and hopper.few_keys_backward(seg, kv_heads, None))
-    plan, clusters = backward_work(seg, tile, heads, kv_heads, 132), 132 // tile.cluster
+    few_keys = head_dim == 128 and hopper.few_keys_backward(seg, kv_heads, None)
+    plan = backward_work(seg, backward_tile(head_dim, few_keys=few_keys), heads, kv_heads, 132)
+    clusters = 132 if few_keys else 66
     missed, blocks = misses(plan, clusters, 95 if head_dim == 128 else 20)
     assert missed < most * blocks
     assert balance(plan, clusters) > least
