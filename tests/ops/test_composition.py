@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dualkv import Layout
-from dualkv.ops import backends, composition
+from dualkv.ops import composition
 from dualkv.ops.features import Features, Window
 from tests import oracle, strategies
 
@@ -186,14 +186,6 @@ def test_the_switch_is_strict_for_the_backward(deterministic, before, monkeypatc
     finally:
         torch.use_deterministic_algorithms(False)
     assert set(seen) == {(True, False) if deterministic else before}
-
-
-def test_a_cap_goes_to_another_backend(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    q = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda"), shape=(5, 4, 64))
-    flash = backends.BACKENDS["flash"]
-    assert flash.unsupported(q, q) is None
-    assert flash.unsupported(q, q, Features(softcap=50.0)) == "softcap"
 
 
 def test_many_short_pieces_are_several_calls():

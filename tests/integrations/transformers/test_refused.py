@@ -84,14 +84,6 @@ REFUSED_MODELS = {
         ),
         r"model\.layers\.1\.self_attn \(Gemma4TextAttention\) has head dim 520, dualkv\.attention computes up to 512",
     ),
-    "one row of logits": (
-        lambda: tiny("Llama", "ForSequenceClassification"),
-        r"LlamaForSequenceClassification makes one row of logits for its whole input, which packed sequences share",
-    ),
-    "starts and ends in a whole row": (
-        lambda: tiny("Llama", "ForQuestionAnswering"),
-        r"LlamaForQuestionAnswering makes one distribution of starts and one of ends for its whole input",
-    ),
     "attention weights": (
         lambda: make_model(attention="eager", output_attentions=True),
         r"Qwen3Model is configured with output_attentions=True",
@@ -262,7 +254,6 @@ IDS, POSITIONS = token_ids(LAYOUT), LAYOUT.position_ids[None]
             {"position_ids": POSITIONS.expand(2, 1, -1)},
             r"position_ids has shape \(2, 1, 45\) on cpu, expected \(1, 45\)",
         ),
-        ({"labels": IDS}, "labels came together with dualkv and would be shifted by one row"),
         ({"output_attentions": True}, "a call of Qwen3Model uses attention weights as an output"),
         ({"cu_seq_lens_q": torch.tensor([0, 45])}, "a call of Qwen3Model uses sequence lengths next to"),
         ({"head_mask": torch.ones(6)}, r"a call of Qwen3Model uses a head mask \(head_mask of shape \(6,\)\)"),
@@ -271,8 +262,6 @@ IDS, POSITIONS = token_ids(LAYOUT), LAYOUT.position_ids[None]
         ({"position_bias": torch.ones(1, 6, 45, 45)}, "a call of Qwen3Model uses a position bias"),
         ({"logits_to_keep": 1}, r"logits_to_keep is 1 together with dualkv.* batch\.predict_rows"),
         ({"logits_to_keep": torch.tensor(1)}, r"logits_to_keep is a tensor of shape \(\) together with dualkv"),
-        ({"shift_labels": IDS}, "shift_labels came together with dualkv and without labels"),
-        ({"num_items_in_batch": 3}, "num_items_in_batch came together with dualkv and without labels"),
         ({"is_causal": False}, r"layer 0 \(Qwen3Attention\) is not causal self-attention"),
     ],
 )

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 import typer
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # read when its prefix tree is imported
+from tests.integrations.trl.test_async_grpo import varlen
 from tools import filed
 from tools.bench import trl as bench_trl
 from tools.bench import trl_async
@@ -18,23 +17,9 @@ from tools.bench import trl_async
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 
 
-def segments(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, *_: Any, softmax_scale: float, **__: Any) -> torch.Tensor:
-    """Stand in for FlashAttention, whose causal mask ends at the last key: one segment after another."""
-    out = []
-    for i in range(len(cu_q) - 1):
-        # [H, n, D] of a segment's queries, [Hk, m, D] of the keys of its path
-        own = q[cu_q[i] : cu_q[i + 1]].transpose(0, 1)
-        keys, values = (x[cu_k[i] : cu_k[i + 1]].transpose(0, 1) for x in (k, v))
-        n, m = own.shape[1], keys.shape[1]
-        mask = torch.ones(n, m, dtype=torch.bool).tril(m - n)
-        given = {"attn_mask": mask, "scale": softmax_scale, "enable_gqa": True}
-        out.append(torch.nn.functional.scaled_dot_product_attention(own, keys, values, **given).transpose(0, 1))
-    return torch.cat(out)
-
-
 def test_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences of several turns: tool outputs do not count, and more than prompts is shared."""
-    monkeypatch.setattr(bench_trl.FlashAttention4, "flash_attn_varlen_func", staticmethod(segments))
+    monkeypatch.setattr(bench_trl.FlashAttention4, "flash_attn_varlen_func", staticmethod(varlen))
     names = ["trace-search-0-n6-x0.02", "trace-tau2-1-n2-t3-x0.02"]
     path = tmp_path / "trl.json"
     bench_trl.main(path, model="tiny", layers=1, trace=names, dtype="float32", steps=1, distance=names[:1])
@@ -60,7 +45,7 @@ def test_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_asynchronous_trainers_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both trainers, and the stock model on every path alone, make the same of a trace."""
-    monkeypatch.setattr(bench_trl.FlashAttention4, "flash_attn_varlen_func", staticmethod(segments))
+    monkeypatch.setattr(bench_trl.FlashAttention4, "flash_attn_varlen_func", staticmethod(varlen))
     monkeypatch.setattr(trl_async.theirs, "get_peak_flops_per_device", lambda *_: None)
     name, path = "trace-tau2-1-n2-t3-x0.02", tmp_path / "async.json"
     given = {"model": "tiny", "layers": 1, "dtype": "float32", "autocast": False, "turns": 1, "seconds": 0.0}
