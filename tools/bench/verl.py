@@ -112,6 +112,8 @@ class Settings(Common):
     liger: Annotated[bool, typer.Option(help="Liger's norms, rotary embedding and MLP.")] = False
     checkpointing: Annotated[bool, typer.Option(help="Compute layers again in the backward.")] = True
     keep: Annotated[str, typer.Option(help="But not attention, or products; with packed groups.")] = "nothing"
+    fast: Annotated[bool, typer.Option(help="Fused norms, rotary embeddings and MLPs; with packed groups.")] = False
+    sequence_parallel: Annotated[int, typer.Option(help="Ulysses degree; with packed groups.")] = 1
     walk: Annotated[bool, typer.Option(help="Groups larger than --max-tokens; update once with --untimed 1.")] = False
     trace: Annotated[str | None, typer.Option(help="Rollouts of this trace, packed as trees.")] = None
     trees: bool = False
@@ -182,6 +184,7 @@ def make_worker(s: Settings, folder: Path) -> Any:
         model_dtype="fp32",
         mixed_precision={"param_dtype": s.dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
         use_dynamic_bsz=s.max_tokens is not None,
+        ulysses_sequence_parallel_size=s.sequence_parallel,
         use_no_sync_for_gradient_accumulation=True,  # gradients are reduced once, at an update's last micro-batch
         **batching,
         **{f"infer_{name}": value for name, value in batching.items()},
@@ -200,6 +203,7 @@ def make_worker(s: Settings, folder: Path) -> Any:
             "dualkv_trees": s.trees or s.trace is not None,
             "dualkv_batch_invariant": s.batch_invariant,
             "dualkv_walk": s.walk,
+            "dualkv_fast": s.fast,
         },
     )
     worker = TrainingWorker(
@@ -461,6 +465,8 @@ def settings_of(options: dict[str, Any], kind: type[Kind]) -> Kind:
             raise typer.BadParameter("sequences of a trace differ in length: veRL's own engine needs attention ragged")
         if options["max_tokens"] is None:
             raise typer.BadParameter("a trace needs --max-tokens")
+    if options["engine"] == Engine.VERL and options.get("sequence_parallel", 1) > 1:
+        raise typer.BadParameter("--sequence-parallel is given with veRL's own engine, expected packed groups")
     if unknown := options.keys() - kind.__dataclass_fields__.keys():
         raise typer.BadParameter(f"a row has {', '.join(sorted(unknown))}, which is no option")
     return kind(**options | {"engine": Engine(options["engine"]), "algorithm": Algorithm(options["algorithm"])})
