@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
 from contextlib import nullcontext
@@ -13,20 +14,22 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from dualkv import Layout
+from dualkv import Layout, sequence_parallel
 from dualkv.context_parallel import ContextShard
+from dualkv.context_plan import shares
 from dualkv.sequence_parallel import Shard
 from tests.ranks import on_ranks
 
 pytest.importorskip("transformers")
 
-from dualkv.integrations.recurrent import kernels
+from dualkv.integrations.recurrent import kernels, ops, sharded, waves
 from dualkv.integrations.transformers import enable, recompute_layers
 from tests.integrations.doubled import double_throughout
 from tests.integrations.tiny import gradients, token_ids
 from tests.integrations.transformers import test_recurrent
-from tests.integrations.transformers.test_recurrent import FAMILIES, make
+from tests.integrations.transformers.test_recurrent import FAMILIES, make, random_forest
 
 KINDS = (Shard, ContextShard)
 WAYS = {  # and whether layers run again in the backward
@@ -142,3 +145,58 @@ def test_as_on_one_rank(ranks: int, dtype: str, families: str) -> None:
     assert len(found) == len(cases(families)) * 2
     for way, (error, of) in found.items():
         assert error < LARGEST.get(f"{dtype} {way.split()[0]}", LARGEST[dtype]), (way, of)
+
+
+# ---------------------------------------------------------------- the plan of a convolution
+def of_rank(kind: type[Shard], layout: Layout, ranks: int, rank: int) -> Shard:
+    """A shard without a group."""
+    shard = kind(layout, None, multiple=ranks)
+    shard.rank, shard.world_size, shard.num_tokens = rank, ranks, shard.layout.num_tokens // ranks
+    if isinstance(shard, ContextShard):
+        shard.shares = shares(shard.layout._segments, ranks)
+    return shard
+
+
+def taps(x: torch.Tensor, weight: torch.Tensor, bias: None) -> torch.Tensor:
+    back = weight.shape[1] - 1
+    return nn.functional.conv1d(x, weight[:, None], padding=back, groups=2)[..., : x.shape[-1]]
+
+
+def taps_of_each(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: None,
+    initial_state: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    cu_seqlens_cpu: torch.Tensor,
+) -> torch.Tensor:
+    """Run sequences in a row, each behind a state of its own, like flash-linear-attention's convolution."""
+    pieces = x.split(cu_seqlens.diff().tolist(), 2)
+    found = [
+        taps(torch.cat([before[None], piece], 2), weight, None)[..., before.shape[1] :]
+        for before, piece in zip(initial_state, pieces, strict=True)
+    ]
+    return torch.cat(found, 2)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_convolutions_of_ranks_read_the_rows_of_others(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = random_forest(seed)
+    if not layout.num_tokens:
+        return
+    for kind, ranks, back in itertools.product(KINDS, (2, 3, 8), (1, 3, 5)):
+        whole = of_rank(kind, layout, ranks, 0).layout
+        weight, cpu = torch.randn(2, back + 1, dtype=torch.float64), torch.device("cpu")
+        x = torch.randn(1, 2, whole.num_tokens, dtype=torch.float64)
+        expected = ops.convolve(taps, waves.windows(whole, back, cpu), x, weight, None)
+        shards = [of_rank(kind, layout, ranks, rank) for rank in range(ranks)]
+        plans = [sharded.windows(shard, back, cpu) for shard in shards]
+        own = [x[:, :, shard.rows] for shard in shards]
+        sent = [rows[0].t()[plan.halo.sent].split(plan.halo.sent_to) for rows, plan in zip(own, plans, strict=True)]
+        for rank, (shard, plan) in enumerate(zip(shards, plans, strict=True)):
+            received = [of[rank] for of in sent]
+            assert [len(rows) for rows in received] == plan.halo.received_from
+            monkeypatch.setattr(sequence_parallel, "sent", lambda *_, received=received: torch.cat(received))
+            for convolve, conv in ((ops.convolve, taps), (ops.convolve_at_once, taps_of_each)):
+                out = convolve(conv, plan, own[rank], weight, None)
+                torch.testing.assert_close(out, expected[:, :, shard.rows], rtol=1e-12, atol=1e-12)

@@ -56,11 +56,21 @@ def test_the_ratio_at_equal_weights_is_one(name: str, results: Results) -> None:
         assert RATIO not in found["metrics_later"]
 
 
+@pytest.mark.parametrize("name", EQUAL)
+def test_every_product_takes_a_fixed_number_of_rows(name: str, results: Results) -> None:
+    """There are seven in each of two layers and a head; with LoRA two more for each but the head; those of a tower."""
+    more = {"equal-lora": 2 * 14, "equal-images": 14}
+    for found in results(name):
+        assert found["products"] == 15 + more.get(name, 0)
+        assert found["others"] == []
+
+
 def test_without_the_option_bits_differ(results: Results) -> None:
     (found,) = results("unequal")
     assert differing([found]) > 0
     assert found["metrics"][RATIO] != 1.0
     assert found["metrics"][RATIO] == pytest.approx(1, abs=1e-4)
+    assert len(found["others"]) == found["products"]
 
 
 @pytest.mark.parametrize(("one", "two"), [("equal", "dp2-equal"), ("equal-trees", "dp2-equal-trees")])
@@ -71,6 +81,25 @@ def test_ranks_compute_the_bits_of_one(one: str, two: str, results: Results) -> 
 
 
 # ---------------------------------------------------------------- the parts
+def test_functions_of_logits_get_a_fixed_number_of_rows() -> None:
+    logits = torch.randn(1, 600, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    of_rows = {"labels": torch.arange(600) % 8, "temperature_is_one": False}
+    seen: list[tuple[Any, ...]] = []
+
+    def compute(output: Any, arguments: dict[str, Any], count: int) -> dict[str, torch.Tensor]:
+        (block,), labels = output.logits, arguments["labels"]
+        seen.append((tuple(block.shape), tuple(labels.shape), count, arguments["temperature_is_one"]))
+        return {"log_probs": block.log_softmax(-1).gather(1, labels[:, None])[:, 0], "top": block.amax(-1)}
+
+    found = equal_bits.by_blocks(compute, logits, of_rows)
+    assert seen == [((equal_bits.ROWS, 8), (equal_bits.ROWS,), equal_bits.ROWS, False)] * 3
+    wanted = logits[0].log_softmax(-1).gather(1, of_rows["labels"][:, None])[:, 0]
+    torch.testing.assert_close(found["log_probs"], wanted)
+    assert torch.equal(found["top"], logits[0].amax(-1))
+    ours, theirs = (torch.autograd.grad(x.square().sum(), logits)[0] for x in (found["log_probs"], wanted))
+    torch.testing.assert_close(ours, theirs)
+
+
 def test_the_ratio_is_of_response_tokens_that_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     rollouts = rollouts_by_tag(["a", "a"], [3, 3], [2, 4])

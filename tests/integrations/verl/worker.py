@@ -25,6 +25,7 @@ import torch.distributed as dist
 import verl
 from hydra import compose, initialize_config_dir
 from tensordict import TensorDict
+from torch import nn
 from torch.distributed.fsdp import OffloadPolicy
 from transformers import AutoModelForTokenClassification
 from verl.trainer.config import CheckpointConfig
@@ -48,6 +49,7 @@ import dualkv
 from dualkv import branches
 from dualkv.data.memory import Memory
 from dualkv.data.planning import MemoryPlan, PlannedBatch
+from dualkv.integrations import patching
 from dualkv.integrations.verl import walked
 from dualkv.integrations.verl.engine import restore_attention
 from dualkv.ops import reference
@@ -295,7 +297,10 @@ def old_and_new(s: dict[str, Any], models: Path) -> dict[str, Any]:
         scores.append(score(worker, some))
     lens = [len(x) for x in data["responses"].unbind()]
     data["old_log_probs"] = nested([x[:n] for x, n in zip(scores[0]["log_probs"], lens, strict=True)])
-    return {"metrics": train(worker, data), "metrics_later": train(worker, data), "scores": scores}
+    found = {"metrics": train(worker, data), "metrics_later": train(worker, data)}
+    products = {name: x for name, x in worker.engine.module.named_modules() if isinstance(x, nn.Linear)}
+    fixed = {name for name, x in products.items() if getattr(x, patching.INVARIANT, False)}
+    return {**found, "scores": scores, "products": len(products), "others": sorted(products.keys() - fixed)}
 
 
 def planted(s: dict[str, Any], models: Path) -> dict[str, Any]:
