@@ -108,9 +108,21 @@ def batch_norm(model: Any) -> Any:
     model.add_module("batch_norm", norm)
 
 
+def by_the_longest_position(model: Any) -> Any:
+    """Make rotary embeddings depend on the longest sequence of a call."""
+
+    def scaled(_module: Any, args: Any, kwargs: Any, out: Any) -> Any:
+        positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+        angle = 0.3 * (positions.max() > 100)
+        return tuple(x.roll(1, -1) * angle + x for x in out)
+
+    model.model.rotary_emb.register_forward_hook(scaled, with_kwargs=True)
+
+
 FAULTS: dict[str, Callable[[Any], Any]] = {
     "a layer that averages over the row": row_mean,
     "batch norm": batch_norm,
+    "rotary embeddings of the longest position": by_the_longest_position,
 }
 
 
@@ -119,13 +131,20 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
 def test_a_fault_of_the_model_is_seen(fault: str, dtype: torch.dtype) -> None:
     model = enable(make_model("qwen3", dtype), check=False).train()
     FAULTS[fault](model)
-    batch = drawn()
+    batch = long_and_short() if "longest" in fault else drawn()
     for logp in (None, logprobs(model, batch, dualkv=batch.layout)):
         with pytest.warns(UserWarning, match="packed log-probs differ from those of the rollouts alone by"):
             compared = dualkv.packed_vs_separate(model, batch, logp)
         assert compared.difference > 1.5 * compared.bound
         with pytest.raises(ValueError, match="packed log-probs differ"):
             dualkv.packed_vs_separate(model, batch, logp, error=True)
+
+
+def long_and_short() -> dualkv.PackedBatch:
+    """A group that is longer than 100 tokens beside one that is not, most rollouts in the latter."""
+    draw = torch.Generator().manual_seed(2)
+    ids = [torch.randint(3, VOCAB, (n,), generator=draw) for n in (90, 20, 30, 30, 30, 30)]
+    return dualkv.pack(ids[:2], [ids[2:3], ids[2:]])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -148,13 +167,23 @@ def test_a_model_that_is_not_enabled_is_no_silent_pass() -> None:
         assert not found(model, batch).within
 
 
-def test_adapters() -> None:
-    """LoRA with dropout is right, and its log-probs of training are not compared."""
+@pytest.mark.parametrize("adapter", ["LoraConfig", "aLoRA"])
+def test_adapters(adapter: str) -> None:
+    """LoRA with dropout is right, and its log-probs of training are not compared; aLoRA reads a whole row."""
     peft = pytest.importorskip("peft")
+    settings = {"alora_invocation_tokens": [8, 9]} if adapter == "aLoRA" else {"lora_dropout": 0.5}
     config = peft.LoraConfig(
-        task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_dropout=0.5
+        task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False, **settings
     )
-    model, batch = enable(peft.get_peft_model(make_model(), config).train(), check=False), drawn()
+    prompts = [torch.arange(3, 15), torch.tensor([50, 51, 8, 9, 52])]
+    responses = [[torch.arange(20, 25), torch.arange(40, 47)], [torch.arange(60, 66)]]
+    batch = dualkv.pack(prompts, responses)
+    model = peft.get_peft_model(make_model(), config).train()
+    if adapter == "aLoRA":  # refused before it runs
+        with pytest.raises(ValueError, match="ALora"):
+            enable(model, check=False)
+        return
+    enable(model, check=False)
     assert found(model, batch, rollouts=3).within
     noisy = logprobs(model, batch, dualkv=batch.layout)
     assert found(model, batch, noisy, rollouts=3).within

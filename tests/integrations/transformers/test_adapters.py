@@ -24,6 +24,7 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING  # noqa: E402
 from peft.tuners.lora import variants  # noqa: E402
 from peft.tuners.lora.config import ArrowConfig, BdLoraConfig, KasaConfig, MontecloraConfig, VeloraConfig  # noqa: E402
 from peft.tuners.lora.layer import Linear as LoraLinear  # noqa: E402
+from peft.tuners.lora.layer import LoraVariant  # noqa: E402
 from transformers.integrations import neftune  # noqa: E402
 
 import dualkv  # noqa: E402
@@ -113,6 +114,13 @@ def assert_exact(model: Any) -> None:
 
 
 # ---------------------------------------------------------------- every type
+def test_every_type_of_peft_is_judged() -> None:
+    assert adapters.TYPES.keys() == {kind.name for kind in peft.PeftType}
+    assert all(kind.name == kind.value for kind in peft.PeftType)
+    of_lora = [x for x in vars(variants).values() if isinstance(x, type) and issubclass(x, LoraVariant)]
+    assert adapters.VARIANTS.keys() == {x.__name__ for x in of_lora if not x.__name__.startswith("_")} - {"LoraVariant"}
+
+
 def test_the_guide_has_every_type() -> None:
     guide = (Path(__file__).parents[3] / "docs" / "transformers.md").read_text()
     table = guide.partition("<!-- adapters -->")[2].partition("<!-- end -->")[0]
@@ -187,6 +195,7 @@ EXACT_VARIANTS: dict[str, Callable[[], Any]] = {
     "QALoraLinearVariant": lambda: lora(use_qalora=True, qalora_group_size=4),
     "VeloraLinearVariant": lambda: lora(velora_config=VeloraConfig(num_groups=4, init_type="random")),
 }  # fmt: skip
+OF_CONVOLUTIONS = {"DoraConv1dVariant", "DoraConv2dVariant", "DoraConv3dVariant"}  # refused in decoders
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -212,6 +221,11 @@ def test_arrow_routes_by_row(tmp_path: Path) -> None:
     assert_close("logits", computed(enable(model), packed=True)[0], expected[0], 1e-5)
 
 
+def test_every_exact_variant_is_tested() -> None:
+    exact = {name for name, reason in adapters.VARIANTS.items() if reason == adapters.EXACT}
+    assert exact == EXACT_VARIANTS.keys() - {"VeloraLinearVariant"} | {"ArrowLinearVariant"} | OF_CONVOLUTIONS
+
+
 # ---------------------------------------------------------------- refusals
 REFUSED: dict[str, Callable[[], Any]] = {
     **{name: partial(config_of, name) for name, reason in adapters.TYPES.items() if reason != adapters.EXACT},
@@ -221,6 +235,12 @@ REFUSED: dict[str, Callable[[], Any]] = {
 }
 
 
+def test_every_refused_type_is_tested() -> None:
+    assert REFUSED.keys() == {
+        n for n, reason in (adapters.TYPES | adapters.VARIANTS).items() if reason != adapters.EXACT
+    }
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_types(name: str) -> None:
@@ -228,6 +248,15 @@ def test_refused_types(name: str) -> None:
     for check in (True, False):
         with pytest.raises(ValueError, match=f"the PEFT adapter .*{name}.*"):
             enable(model, check=check)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["LILY", "SHADOW"])
+def test_refused_types_differ(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(adapters.TYPES, name, adapters.EXACT)
+    model = with_adapter(REFUSED[name]()).eval()
+    expected = computed(model, packed=False)[0]
+    assert (computed(enable(model, check=False), packed=True)[0] - expected).norm() > 0.01 * expected.norm()
 
 
 def test_a_type_that_nobody_has_judged_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,6 +339,10 @@ def once_a_call(module: nn.Module, y: torch.Tensor, x: torch.Tensor) -> torch.Te
     return y * (torch.rand(1) < 0.99) if module.training else y
 
 
+def by_length(module: nn.Module, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return y + torch.rand_like(y) / x.shape[-2] ** 0.5 if module.training else y
+
+
 def by_statistics(module: nn.Module, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return y - y.flatten(0, -2).mean(0) if module.training else y
 
@@ -326,6 +359,7 @@ def gradient_by_statistics(module: nn.Module, y: torch.Tensor, x: torch.Tensor) 
             once_a_call,
             r"Qwen3Model cannot run packed groups: in training a draw of shape \(1,\) for all rows of a call",
         ),
+        (by_length, "in training as it computes replicated sequences: .* of a small copy differ"),
         (by_statistics, "in training as it computes replicated sequences: .* of a small copy differ"),
         (gradient_by_statistics, "in training as it computes replicated sequences: gradients of a small copy differ"),
     ],

@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import transformers
 
 import dualkv
+from dualkv.branches import Branch
 from dualkv.integrations.transformers import enable, recompute_layers
 from tests.integrations import doubled
 from tests.integrations.tiny import assert_close, gradients, make_model
@@ -58,29 +60,29 @@ def weights_of(batch, dtype):
     )
 
 
-def check_walks(model, batch, budgets, bound, keeps=(None,), of_loss=None):
-    """Compare walks with one pass, without checkpointing and with it. of_loss: its bound, where it is another one."""
-    weights = weights_of(batch, next(model.parameters()).dtype)
-    wanted = whole(model, batch, weights)
-    expected = {name: gradient.clone() for name, gradient in gradients(model).items()}
-    for keep in keeps:
-        if keep is not None:
-            recompute_layers(model, keep)
-        for budget in budgets:
-            model.zero_grad()
-            assert_close(f"loss, {keep}, {budget}", walked(model, batch, weights, budget), wanted, of_loss or bound)
-            for name, gradient in gradients(model).items():
-                assert_close(f"{name}, {keep}, {budget} rows", gradient, expected[name], bound)
-
-
+@pytest.mark.parametrize("budget", [1, 4, 7, 100])
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "llama"])
-def test_walked_in_fp64_is_one_pass(name):
+def test_walked_in_fp64_is_one_pass(name, budget):
+    batch = packed()
+    weights = weights_of(batch, torch.float64)
     with double_throughout(name):
-        check_walks(enable(make_model(name, dtype=torch.float64)).train(), packed(), (1, 4, 7, 100), 1e-12)
+        model, other = (enable(make_model(name, dtype=torch.float64)).train() for _ in range(2))
+        wanted = whole(model, batch, weights)
+        assert_close("loss", walked(other, batch, weights, budget), wanted, 1e-12)
+        for parameter, gradient in gradients(model).items():
+            assert_close(parameter, gradients(other)[parameter], gradient, 1e-12)
 
 
-def test_walked_with_gradient_checkpointing():
-    check_walks(enable(make_model()).train(), packed(), (4,), 1e-5, ("nothing", "attention"))
+@pytest.mark.parametrize("keep", ["nothing", "attention"])
+def test_walked_with_gradient_checkpointing(keep):
+    batch = packed()
+    weights = weights_of(batch, torch.float32)
+    model, other = (enable(make_model()).train() for _ in range(2))
+    wanted = whole(model, batch, weights)
+    recompute_layers(other, keep)
+    assert_close("loss", walked(other, batch, weights, 4), wanted, 1e-5)
+    for parameter, gradient in gradients(model).items():
+        assert_close(parameter, gradients(other)[parameter], gradient, 1e-5)
 
 
 def test_log_probs_without_gradients_and_what_is_refused():
@@ -101,16 +103,39 @@ def test_log_probs_without_gradients_and_what_is_refused():
 
 def test_frozen_projections():
     """Keys and values without gradients, as of a model whose attention is frozen: the others get theirs."""
-    model = enable(make_model()).train().requires_grad_(False)
-    model.model.layers[-1].mlp.requires_grad_()
-    check_walks(model, packed(), (4,), 1e-5)
+    batch = packed()
+    weights = weights_of(batch, torch.float32)
+    model, other = (enable(make_model()).train() for _ in range(2))
+    for one in (model, other):
+        one.requires_grad_(False)
+        one.model.layers[-1].mlp.requires_grad_()
+    whole(model, batch, weights)
+    walked(other, batch, weights, 4)
+    kept = gradients(other)
+    for parameter, gradient in gradients(model).items():
+        assert_close(parameter, kept[parameter], gradient, 1e-5)
+
+
+def check_walks(model, batch, budgets, bound, keeps=(None, "nothing", "attention")):
+    """Compare walks with one pass, without checkpointing and with it."""
+    weights = weights_of(batch, next(model.parameters()).dtype)
+    wanted = whole(model, batch, weights)
+    expected = {name: gradient.clone() for name, gradient in gradients(model).items()}
+    for keep in keeps:
+        if keep is not None:
+            recompute_layers(model, keep)
+        for budget in budgets:
+            model.zero_grad()
+            assert_close(f"loss, {keep}, {budget}", walked(model, batch, weights, budget), wanted, bound)
+            for name, gradient in gradients(model).items():
+                assert_close(f"{name}, {keep}, {budget} rows", gradient, expected[name], bound)
 
 
 def test_a_layer_that_runs_twice():
     model = make_model("llama", dtype=torch.float64)
     model.model.layers[1] = model.model.layers[0]
     with double_throughout("llama"):
-        check_walks(enable(model).train(), packed(), (1, 4), 1e-12, (None, "nothing", "attention"))
+        check_walks(enable(model).train(), packed(), (1, 4), 1e-12)
 
 
 def test_a_recurrent_layer_that_runs_twice():
@@ -119,6 +144,25 @@ def test_a_recurrent_layer_that_runs_twice():
         layers = [i for i, layer in enumerate(model.model.layers) if hasattr(layer, "linear_attn")]
         model.model.layers[layers[1]] = model.model.layers[layers[0]]
         check_walks(enable(model).train(), packed(), (3, 7), 1e-9, (None, "nothing"))
+
+
+def test_stacks_that_run_in_cycles():
+    """Modules of HRM run in loops, all with gradients here; modules that it runs without gradients are refused."""
+    if not hasattr(transformers, "HrmTextConfig"):
+        pytest.skip("this version of transformers has no HRM")
+    batch = packed()
+
+    def model(trained: list[int]):
+        config = transformers.HrmTextConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=48, num_attention_heads=2, num_key_value_heads=2,
+            num_layers_per_stack=1, H_cycles=2, L_cycles=2, L_bp_cycles=trained, pad_token_id=None,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        return enable(transformers.HrmTextForCausalLM(config).double(), check=False).train()
+
+    check_walks(model([2, 2]), batch, (4,), 1e-9, (None, "nothing"))
+    with pytest.raises(ValueError, match=r"torch\.no_grad"):
+        walked(model([1, 1]), batch, weights_of(batch, torch.float64), 4)
 
 
 def test_a_forgotten_branch_is_refused():
@@ -138,9 +182,17 @@ WALKED = ("qwen3_5_text", "kimi_linear", "nemotron_h", "falcon_h1", "zamba2", "l
 )
 def test_recurrent_layers_in_fp64(family):
     """States and last inputs of convolutions come from the path, also where it is cut within a segment."""
-    budgets = (1, 3, 7, 100) if family == "qwen3_5_text" else (3,)
+    batch = packed()
+    weights = weights_of(batch, torch.float64)
     with doubled.double_throughout():
-        check_walks(enable(test_recurrent.make(family, torch.float64)), packed(), budgets, 1e-9, of_loss=1e-10)
+        model = enable(test_recurrent.make(family, torch.float64))
+        wanted = whole(model, batch, weights)
+        expected = {name: gradient.clone() for name, gradient in gradients(model).items()}
+        for budget in (1, 3, 7, 100) if family == "qwen3_5_text" else (3,):
+            model.zero_grad()
+            assert_close("loss", walked(model, batch, weights, budget), wanted, 1e-10)
+            for name, gradient in gradients(model).items():
+                assert_close(f"{name}, {budget} rows", gradient, expected[name], 1e-9)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h", "lfm2", "minimax"])
@@ -152,7 +204,31 @@ def test_long_recurrent_layers_with_gradient_checkpointing(family):
     trunk = numbers[:150]
     sequences = [trunk, [*trunk[:80], *numbers[150:240]], [*trunk[:81], *numbers[240:250]], numbers[250:320]]
     sequences += [[*sequences[1][:100], 91], [*sequences[1][:100], 92, 93], [*trunk, *numbers[320:]], [*trunk, 94]]
-    budgets = (23, 90) if family == "qwen3_5_text" else (23,)
+    batch = dualkv.pack_sequences(sequences)
+    weights = weights_of(batch, torch.float64)
     with doubled.double_throughout():
         model = enable(test_recurrent.make(family, torch.float64))
-        check_walks(model, dualkv.pack_sequences(sequences), budgets, 1e-9, ("nothing",), of_loss=1e-10)
+        wanted = whole(model, batch, weights)
+        expected = {name: gradient.clone() for name, gradient in gradients(model).items()}
+        recompute_layers(model, "nothing")
+        for budget in (23, 90) if family == "qwen3_5_text" else (23,):
+            model.zero_grad()
+            assert_close("loss", walked(model, batch, weights, budget), wanted, 1e-10)
+            for name, gradient in gradients(model).items():
+                assert_close(f"{name}, {budget} rows", gradient, expected[name], 1e-9)
+
+
+def test_states_of_the_path_matter(monkeypatch):
+    """The results differ without the states of the path: what the tests above compare depends on them."""
+    batch = packed()
+    weights = weights_of(batch, torch.float64)
+    with doubled.double_throughout():
+        model = enable(test_recurrent.make("qwen3_5_text", torch.float64))
+        wanted = whole(model, batch, weights)
+        keep = Branch.keep
+
+        def zeros(self, key, *tensors):
+            keep(self, key, *((x * 0 for x in tensors) if isinstance(key[0], tuple) else tensors))
+
+        monkeypatch.setattr(Branch, "keep", zeros)
+        assert (walked(model, batch, weights, 4) - wanted).abs() > 1e-4 * wanted.abs()

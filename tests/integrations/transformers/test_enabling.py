@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import json
 import warnings
 from collections.abc import Callable, Iterator
@@ -112,6 +113,11 @@ def test_packed_is_replicated_float64(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
+def test_packed_is_replicated_float32(name: str) -> None:
+    check_against_replicated(name, torch.float32, 1e-5)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_gradient_checkpointing(name: str) -> None:
     check_against_replicated(name, torch.float32, 1e-5, lambda model: checkpointed(model, use_reentrant=False))
 
@@ -126,6 +132,37 @@ def test_a_tree_is_its_paths_float64(name: str) -> None:
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_tree_with_gradient_checkpointing(use_reentrant: bool) -> None:
     check_against_replicated("qwen3", torch.float32, 1e-5, lambda model: checkpointed(model, use_reentrant), TREE)
+
+
+def test_pack_sequences_through_a_model() -> None:
+    """Token lists become rows of log-probs, which equal those of each sequence alone; each sequence masks the shared
+    part in its own way."""
+    sequences = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 4, 4], [5, 6, 3], [5, 6, 7], [9, 9], [5, 6, 7, 8, 9]]
+    masks = [[i > 0 and (i + k) % 3 > 0 for i in range(len(s))] for k, s in enumerate(sequences)]
+    model = make_model().train()
+    batch = dualkv.pack_sequences(sequences, masks)
+    assert batch.layout.depth == 4
+    hidden = enable(model).model(
+        input_ids=batch.input_ids, position_ids=batch.position_ids, dualkv=batch.layout
+    ).last_hidden_state  # fmt: skip
+    rows = batch.unpack(dualkv.response_logprobs(hidden, model.lm_head.weight, batch)[0])
+    weights = [torch.randn(len(row), generator=torch.Generator().manual_seed(k)) for k, row in enumerate(rows)]
+    sum((w * row).sum() for w, row in zip(weights, rows, strict=True)).backward()
+    alone = make_model().train()
+    loss = torch.zeros(())
+    for s, mask, weight, row in zip(sequences, masks, weights, rows, strict=True):
+        ids = torch.tensor(s)
+        logp = alone(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        logp = logp[torch.tensor(mask[1:])]
+        assert_close("log-probs", row, logp, 1e-5)
+        loss = loss + (weight * logp).sum()
+    loss.backward()
+    for parameter, gradient in gradients(alone).items():
+        assert_close(parameter, gradients(model)[parameter], gradient, 1e-5)
+
+
+def test_reentrant_gradient_checkpointing() -> None:
+    check_against_replicated("qwen3", torch.float32, 1e-5, lambda model: checkpointed(model, use_reentrant=True))
 
 
 class Count(TorchDispatchMode):
@@ -231,6 +268,16 @@ def test_deterministic_reaches_every_layer(monkeypatch: pytest.MonkeyPatch) -> N
     assert seen == [True, True, False, False]
 
 
+def test_shift_labels_give_the_packed_loss() -> None:
+    model, ids = enable(make_model()), token_ids(LAYOUT)
+    labels = torch.full_like(ids, -100)
+    for path, shared in paths(LAYOUT):
+        labels[0, path[shared:-1]] = ids[0, path[shared + 1 :]]
+    out = model(input_ids=ids, dualkv=LAYOUT, labels=labels, shift_labels=labels)
+    expected = nn.functional.cross_entropy(out.logits[0], labels[0], ignore_index=-100)
+    torch.testing.assert_close(out.loss, expected)
+
+
 # ---------------------------------------------------------------- torch.compile
 def other_layouts() -> list[dualkv.Layout]:
     cases = [([6, 2], [[4, 0, 9], [2, 6]]), ([9], [[3, 5]]), ([4, 8, 1], [[3], [1, 2], [6]]), ([11], [[3, 0, 4, 7]])]
@@ -327,6 +374,14 @@ def test_sliding_windows_still_work_without_a_layout() -> None:
     assert not torch.equal(before[0], plain_outputs(make_model("mistral"))[0])  # the window matters
 
 
+def test_models_with_different_implementations_in_one_process() -> None:
+    models = {name: enable(make_model(attention=name)) for name in ("eager", "sdpa")}
+    for name, model in models.items():
+        out = model(**padded_batch(), output_attentions=True)
+        assert len(out.attentions) == (2 if name == "eager" else 0)  # only eager attention returns weights
+        assert torch.equal(out.logits, make_model(attention=name)(**padded_batch()).logits)
+
+
 def test_an_implementation_of_the_user_sees_its_own_name(request: pytest.FixtureRequest) -> None:
     """A function of the user reads its own name in the module's config, as FlashAttention's does to choose kernels."""
     seen = []
@@ -369,6 +424,15 @@ def test_deepcopy_is_enabled_by_itself() -> None:
     disable(reference)
     assert hooks(reference) == 0
     assert torch.equal(reference(**padded_batch()).logits, model(**padded_batch()).logits)
+
+
+def test_pickle_keeps_it_enabled() -> None:
+    model, file = enable(make_model()), io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    expected = model(input_ids=token_ids(LAYOUT), dualkv=LAYOUT).logits
+    assert torch.equal(loaded(input_ids=token_ids(LAYOUT), dualkv=LAYOUT).logits, expected)
 
 
 def test_a_saved_model_loads_anywhere(tmp_path: Any) -> None:

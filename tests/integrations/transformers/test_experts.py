@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -63,6 +65,22 @@ def test_load_balancing_loss_is_that_of_separate_sequences(name):
         assert abs(by_rows - wanted) > 1e-4 * wanted
 
 
+def test_load_balancing_loss_of_dbrx():
+    """DBRX has the numbers of its experts in a part of its configuration."""
+    torch.manual_seed(0)
+    of_experts = {"hidden_size": 48, "ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2}
+    sizes = {"vocab_size": 96, "d_model": 48, "n_heads": 6, "n_layers": 2, "pad_token_id": 0}
+    config = transformers.DbrxConfig(
+        **sizes, attn_config={"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8}, ffn_config=of_experts
+    )
+    model, batch = transformers.DbrxForCausalLM(config).eval(), packed()
+    width = max(map(len, SEQUENCES))
+    ids, mask = (torch.tensor([[*f(s), *[0] * (width - len(s))] for s in SEQUENCES]) for f in (list, np.ones_like))
+    wanted = model(input_ids=ids, attention_mask=mask.long(), output_router_logits=True).aux_loss
+    out = enable(model)(input_ids=batch.input_ids, dualkv=batch.layout, output_router_logits=True)
+    assert_close("loss", load_balancing_loss(model, out.router_logits, batch), wanted, 1e-5)
+
+
 class Configured(torch.nn.Module):
     """A stand-in for a model of a configuration."""
 
@@ -71,13 +89,34 @@ class Configured(torch.nn.Module):
         self.config = config
 
 
-def test_numbers_of_experts():
-    """Configurations have them under several names, and in parts. Some models have no loss of their own."""
+def numbers_of_types() -> dict[str, tuple[str, str]]:
+    """Expressions for the numbers of experts and of chosen ones, which models' own code hands to its own loss."""
+    found, of_self = {}, re.compile(r"self\.(num_experts|num_experts_per_tok) = (config\.[a-z_.]+)\n")
+    for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
+        text = path.read_text()
+        if "load_balancing_loss_func(" in text:
+            numbers = dict(of_self.findall(text))
+            if len(numbers) == 2:
+                found[path.parent.name] = numbers["num_experts"], numbers["num_experts_per_tok"]
+    return found
+
+
+def test_numbers_of_experts_of_every_type_that_has_the_loss():
+    types = numbers_of_types()
+    assert types.pop("doge")
+    assert len(types) > 25
+    for kind, expressions in types.items():
+        config = transformers.CONFIG_MAPPING[kind]()
+        config = getattr(config, "thinker_config", config)
+        for names, expression in zip((experts.EXPERTS, experts.CHOSEN), expressions, strict=True):
+            of_text = "text_config" not in expression  # also of a model that decodes text alone
+            wanted = eval(expression, {"config": config.get_text_config() if of_text else config})
+            assert experts._number(Configured(config), names) == wanted, (kind, expression)
+    # Models without a loss of their own, whose routers choose so many.
     gemma = {"text_config": {"num_experts": 8, "top_k_experts": 2}}
     for kind, settings, wanted in (
-        ("mixtral", {}, (8, 2)), ("qwen3_moe", {}, (128, 8)), ("dbrx", {}, (4, 1)), ("aria", {}, (8, 2)),
-        ("hunyuan_v1_moe", {"num_experts": 8, "moe_topk": [2, 2]}, (8, 2)), ("longcat_flash", {}, (512, 12)),
-        ("llama4", {}, (16, 1)), ("gemma4", gemma, (8, 2)),
+        ("aria", {}, (8, 2)), ("hunyuan_v1_moe", {"num_experts": 8, "moe_topk": [2, 2]}, (8, 2)),
+        ("longcat_flash", {}, (512, 12)), ("llama4", {}, (16, 1)), ("gemma4", gemma, (8, 2)),
     ):  # fmt: skip
         config = transformers.CONFIG_MAPPING[kind](**settings)
         found = tuple(experts._number(Configured(config), names) for names in (experts.EXPERTS, experts.CHOSEN))

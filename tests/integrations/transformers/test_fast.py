@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 
 from dualkv.integrations import patching
 from dualkv.integrations.transformers import checkpointing, disable, enable, fused, recompute_layers, suspended
+from tests.dispatched import Dispatched
 from tests.integrations.tiny import LAYOUT, make_model, token_ids
 
 
@@ -62,6 +63,21 @@ def test_layers_keep_what_they_are_told_also_in_a_trainer(keep: str, layers: int
     recompute_layers(model)
     model(token_ids(LAYOUT), dualkv=LAYOUT)
     assert kept(model) == ["nothing"] * 3
+
+
+@pytest.mark.parametrize(("keep", "layers"), [("attention", 1), ("products", 2), ("all", 1), ("all", None)])
+def test_gradients_do_not_depend_on_what_layers_keep(keep: str, layers: int | None) -> None:
+    grads, products = [], []
+    for given in (("nothing", None), (keep, layers)):
+        model = recompute_layers(enable(make_deep(3)), given[0], layers=given[1])
+        loss = model(input_ids=token_ids(LAYOUT), dualkv=LAYOUT).logits.square().sum()
+        with Dispatched() as backward:
+            loss.backward()
+        grads.append([p.grad for p in model.parameters()])
+        products.append(backward.products)
+    assert all(map(torch.equal, *grads))
+    # Six products of a layer's seven are computed again: nothing reads the last one's result.
+    assert products[0] - products[1] == {"attention": 0, "products": 12, "all": 18}[keep]
 
 
 def test_numbers_of_layers_that_mean_nothing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,6 +134,32 @@ def test_fast_is_undone() -> None:
         assert vars(module).keys() - noted == before[f"model.layers.{name}" if name else "model.layers"].keys(), name
 
 
+def test_decorators_of_a_forward_stay() -> None:
+    """Some decorators of transformers rename arguments."""
+
+    def renames(old: str) -> Any:
+        def decorate(function: Any) -> Any:
+            @wraps(function)
+            def call(*args: Any, **given: Any) -> Any:
+                return function(*args, **{"cache" if name == old else name: x for name, x in given.items()})
+
+            return call
+
+        return decorate
+
+    @renames("past_key_values")
+    @renames("cache_params")
+    def forward(x: int, *, cache: int = 0) -> Any:
+        return copy.copy((x, cache))
+
+    assert patching.with_globals(partial(forward), {}) is None
+    assert patching.with_globals(wraps(forward)(lambda *given: given), {}) is None
+    own = patching.with_globals(forward, {"copy": type("", (), {"copy": list})})
+    assert own is not None
+    assert (own(1, past_key_values=2), own(1, cache_params=3), own(4)) == ([1, 2], [1, 3], [4, 0])
+    assert (forward(1, past_key_values=2), inspect.unwrap(own).__kwdefaults__) == ((1, 2), {"cache": 0})
+
+
 def test_fast_keeps_attention_unless_something_else_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers keep attention where a trainer checkpoints them. Reentrant checkpointing can keep nothing."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
@@ -149,6 +191,26 @@ def test_fast_keeps_attention_unless_something_else_is_asked_for(monkeypatch: py
 def nothing_compiled() -> None:
     torch.compiler.reset()
     patching.with_own_code.cache_clear()
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test_each_form_of_a_call_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second form would not compile beyond a limit: PyTorch would run the piece as it is, and say so in a log at
+    most. One layer has transformers' norms, one PyTorch's."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    model = make_deep(2)
+    layer = model.get_decoder().layers[1]
+    for name, module in list(layer.named_modules()):
+        if name.endswith("norm"):
+            layer.set_submodule(name, torch.nn.LayerNorm(module.weight.numel()))
+    enable(model, check=False, fast=True)
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        for grad in (True, False):
+            for batch, rows in ((1, 1), (1, 5), (1, 9), (2, 1), (3, 7), (5, 2)):
+                with torch.set_grad_enabled(grad):
+                    model(input_ids=torch.ones(batch, rows, dtype=torch.int64))
+            with torch.set_grad_enabled(grad):
+                model(input_ids=token_ids(LAYOUT), dualkv=LAYOUT)
 
 
 @pytest.mark.usefixtures("nothing_compiled")
@@ -206,6 +268,22 @@ def test_a_suspended_model_is_itself_and_then_enabled_as_before(monkeypatch: pyt
     assert before["name"] == "dualkv-deterministic|sdpa"
     assert {n for n, m in model.named_modules() if "forward" in vars(m)} == fused_before
     model(input_ids=token_ids(LAYOUT), dualkv=LAYOUT).logits.sum().backward()
+
+
+def test_a_model_that_is_not_enabled_can_be_suspended() -> None:
+    model = make_model("qwen3")
+    with suspended(model):
+        assert model.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_hooks_that_came_later_stay() -> None:
+    """Accelerate's replace the forward of a module."""
+    model = enable(make_deep(1), fast=True)
+    mlp, forward = model.get_decoder().layers[0].mlp, lambda x: x
+    mlp.forward = forward
+    disable(model)
+    assert mlp.forward is forward
 
 
 def test_ligers_rotary_embedding_is_that_of_one_model(monkeypatch: pytest.MonkeyPatch) -> None:

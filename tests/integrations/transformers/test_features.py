@@ -13,7 +13,7 @@ import dualkv
 
 tf = pytest.importorskip("transformers")
 
-from dualkv.integrations.transformers import enable, masks, recompute_layers, selfcheck  # noqa: E402
+from dualkv.integrations.transformers import enable, head, masks, recompute_layers, selfcheck  # noqa: E402
 from dualkv.sequence_parallel import Shard  # noqa: E402
 from tests.integrations.tiny import (  # noqa: E402
     FEATURED,
@@ -159,6 +159,18 @@ def test_a_window_that_no_layer_has() -> None:
 
 
 # ---------------------------------------------------------------- around the decoder
+def test_log_probs_of_a_capped_head_without_logits() -> None:
+    model = make_featured("gemma2", 5, final_logit_softcapping=0.5).eval()
+    draw = torch.Generator().manual_seed(3)
+    prompt, *responses = (torch.randint(3, 96, (n,), generator=draw) for n in (9, 4, 7))
+    batch = dualkv.pack([prompt], [responses])
+    hidden = enable(model).model(input_ids=batch.input_ids, dualkv=batch.layout).last_hidden_state
+    logp, _ = dualkv.response_logprobs(hidden, head(model), batch)
+    for got, response in zip(batch.unpack(logp), responses, strict=True):
+        logits = model(input_ids=torch.cat([prompt, response])[None], use_cache=False).logits[0, 8:-1]
+        torch.testing.assert_close(got, logits.log_softmax(-1).gather(1, response[:, None])[:, 0])
+
+
 def test_a_model_that_makes_masks_for_its_decoder() -> None:
     """Gemma 3 with its vision tower hands the decoder masks, which say the windows of a packed call too."""
     torch.manual_seed(0)

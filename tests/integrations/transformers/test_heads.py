@@ -16,10 +16,11 @@ tf = pytest.importorskip("transformers")
 
 import dualkv  # noqa: E402
 from dualkv.heads import KNOWN, Head  # noqa: E402
-from dualkv.integrations.transformers import enable, head, heads  # noqa: E402
+from dualkv.integrations.transformers import enable, head, heads, layers  # noqa: E402
 from tests.documents import blocks  # noqa: E402
 from tests.integrations.tiny import SIZES  # noqa: E402
 from tests.ranks import on_ranks  # noqa: E402
+from tools import matrix, zoo  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = {**SIZES, "num_hidden_layers": 1}
@@ -125,6 +126,17 @@ def test_a_head_that_is_its_weight() -> None:
     assert all(map(torch.equal, *results))
 
 
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("muse_glimmer", "llama4")]
+
+
+@pytest.mark.parametrize("kind", ["nemotron_h", "opt", "ovis2", *SLOW])
+def test_types_of_the_zoo(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m tools.matrix` runs all: a hybrid; a projection in the decoder; a tied weight of another width; a scale
+    and a cap; no base model."""
+    monkeypatch.setattr(matrix, "WAYS", {"head": matrix.head})
+    assert matrix.examine(kind)["head"]["outcome"] == zoo.EXACT
+
+
 def test_parts_of_a_model_that_was_loaded_in_16_bits() -> None:
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 48}
     config = tf.Qwen3VLConfig(text_config=SMALL, vision_config=vision)
@@ -142,6 +154,10 @@ def test_fields_that_change_after_the_proof_are_seen() -> None:
         model.config.final_logit_softcapping = cap
         assert head(model).softcap == cap
         check(model)
+
+
+def test_fields_that_a_class_does_not_read_change_nothing() -> None:
+    assert head(tiny(lm_head_multiplier=0.5, final_logit_softcapping=1.0)).beside_weight == []
 
 
 class Other(tf.Qwen3ForCausalLM):
@@ -367,3 +383,11 @@ def on_a_rank(rank: int) -> None:
 
 def test_a_vocabulary_over_ranks() -> None:
     on_ranks(2, "tests.integrations.transformers.test_heads:on_a_rank")
+
+
+def test_every_rule_is_of_the_outermost_model() -> None:
+    """A wrapper is looked through; layers.decoders finds the states that the head takes."""
+    model = tiny("phi")
+    assert head(nn.Sequential(model)).bias is model.lm_head.bias
+    assert layers.decoders(model) == [model.model]
+    assert heads.output(model) is model.lm_head

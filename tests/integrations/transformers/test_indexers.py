@@ -25,7 +25,7 @@ from dualkv.integrations.transformers import (  # noqa: E402
     selected,
     selfcheck,
 )
-from dualkv.ops import flex  # noqa: E402
+from dualkv.ops import compiling, flex  # noqa: E402
 from tests.integrations.tiny import (  # noqa: E402
     FULL,
     LAYOUT,
@@ -381,6 +381,26 @@ def test_attention_to_sets(sets: int, sinks: bool, own: int, monkeypatch: pytest
             # By processor up to 2.2e-6, of the gradient of sinks, whose terms cancel; with inputs in fp64 4e-15.
             assert_close(f"{forward.__name__} {name}", x, y, 5e-6)
     selected._compiled.cache_clear()
+
+
+def test_flex_is_traced_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(flex, "COMPILER", "aot_eager")
+    selected._compiled.cache_clear()
+    compiling.failures.clear()
+    graphs = []
+    for own in (60, 200, 90):
+        layout, q, k, v, dout, chosen, _ = drawn(1, False, own, path=600)
+        with torch._C._AutoDispatchBelowAutograd():
+            call = selected.packed_bits(chosen), layout._segments, 0.3, None
+            out, lse = selected._forward_with_flex(*call, q, k, v)
+            selected._backward_with_flex(*call, dout, q, k, v, out, lse)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1] == graphs[2]
+    selected._compiled.cache_clear()
+    torch._dynamo.reset()
 
 
 def test_the_operator_is_one_for_pytorch() -> None:

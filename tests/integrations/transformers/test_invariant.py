@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional as F
 from torch.nn.functional import pad
 from transformers import (
     Gemma2Config,
@@ -21,6 +22,7 @@ from transformers import (
 )
 
 import dualkv
+from dualkv.fixed_rows import linear
 from dualkv.integrations.transformers import disable, enable, head, invariant, selfcheck
 from dualkv.integrations.transformers.invariant import differing_rows
 from tests.integrations.transformers.test_media import make, rollouts
@@ -150,6 +152,23 @@ def test_bad_input():
             lambda ids, branch: model.model(input_ids=ids, dualkv=branch)[0],
             lambda hidden, part: hidden.sum(),
         )
+
+
+@pytest.mark.parametrize("shape", [(7, 24), (1, 40, 24), (0, 24)], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products_of_fixed_rows(shape, has_bias):
+    x, weight, bias = torch.randn(shape), torch.randn(30, 24), torch.randn(30) if has_bias else None
+    leaves = [y.double().requires_grad_() for y in (x, weight, *([bias] if has_bias else []))]
+    torch.testing.assert_close(linear(x, weight, bias), F.linear(x, weight, bias))
+    grad = torch.randn(*shape[:-1], 30).double()
+    for got, want in zip(
+        torch.autograd.grad(linear(*leaves, *[None] * (not has_bias)), leaves, grad),
+        torch.autograd.grad(F.linear(*leaves), leaves, grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(x, weight, bias).dtype == torch.bfloat16
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from dualkv.integrations.transformers import (  # noqa: E402
     recompute_layers,
 )
 from tests.dispatched import Dispatched  # noqa: E402
-from tests.integrations.tiny import LAYOUT, token_ids  # noqa: E402
+from tests.integrations.tiny import LAYOUT, make_model, token_ids  # noqa: E402
 
 ROWS, WIDTH = 6, 8
 Layer = Callable[..., torch.Tensor]
@@ -289,6 +289,11 @@ def test_a_model_that_is_compiled_as_a_whole(monkeypatch: pytest.MonkeyPatch) ->
         torch.testing.assert_close(other, found[0])
 
 
+pytest.importorskip("peft")
+
+import peft  # noqa: E402
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING as METHODS  # noqa: E402
+
 from tools import matrix, zoo  # noqa: E402
 
 CLIPS = ("dbrx", "olmo", "olmoe")  # types with `clip_qkv`
@@ -335,3 +340,66 @@ def test_experts_with_a_bias(monkeypatch: pytest.MonkeyPatch, experts: str) -> N
     config = zoo.configuration("gpt_oss")
     config._experts_implementation = experts
     compare(monkeypatch, matrix.case(transformers.GptOssForCausalLM, config), experts != "eager")
+
+
+# ---------------------------------------------------------------- adapters
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "ADALORA": {"total_step": 10},
+    "BOFT": {"boft_block_size": 4},
+    "C3A": {"block_size": 8},
+    "FOURIERFT": {"n_frequency": 20},
+    "IA3": {"feedforward_modules": ["down_proj"]},
+    "LN_TUNING": {"target_modules": ["input_layernorm"]},
+    "OFT": {"oft_block_size": 8},
+    "PSOFT": {"r": 8},
+    "ROAD": {"group_size": 8},
+    "SHIRA": {"r": 4},
+    "VBLORA": {"vector_length": 8, "num_vectors": 16},
+    "WAVEFT": {"n_frequency": 20},
+}
+# Methods that add no adapter to a linear layer, or one that no test can build here.
+OTHERS = {
+    "ADAMSS": "needs scikit-learn",
+    "ADAPTION_PROMPT": "of Llama and Mistral alone",
+    "CARTRIDGE": "prompt",
+    "CPT": "prompt",
+    "LILY": "refused",
+    "MULTITASK_PROMPT_TUNING": "prompt",
+    "POLY": "needs an argument of each call",
+    "PREFIX_TUNING": "prompt",
+    "PROMPT_TUNING": "prompt",
+    "P_TUNING": "prompt",
+    "SHADOW": "a model beside the model",
+    "TRAINABLE_TOKENS": "of embeddings",
+    "XLORA": "of trained LoRA adapters",
+}
+VARIANTS = {"DoRA": {"use_dora": True}, "rsLoRA": {"use_rslora": True}, "bias": {"lora_bias": True}}
+ADAPTERS = {kind.value: (kind, SETTINGS.get(kind.value, {})) for kind in METHODS if kind.value not in OTHERS}
+ADAPTERS |= {name: (peft.PeftType.LORA, settings) for name, settings in VARIANTS.items()}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_of_every_adapter_do_not_depend_on_what_is_kept(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    kind, settings = ADAPTERS[name]
+    model = make_model("qwen3", num_hidden_layers=1, hidden_size=64)
+    model = peft.get_peft_model(model, METHODS[kind](**{"target_modules": TARGETS, **settings})).train()
+    draw = torch.Generator().manual_seed(1)
+    for p in model.parameters():
+        if p.requires_grad:
+            p.data = torch.randn(p.shape, generator=draw).mul_(0.2).to(p.dtype)
+    enable(model, check=False)
+    model.enable_input_require_grads()
+    copied, found = copies(monkeypatch), []
+    for keep in (None, *KEEP):
+        if keep is not None:
+            recompute_layers(model, keep)
+        model.zero_grad()
+        torch.manual_seed(2)
+        model(input_ids=token_ids(LAYOUT), dualkv=LAYOUT).logits.square().mean().backward()
+        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert any(float(x.abs().max()) > 0 for x in found[0])
+    for other in found[1:]:
+        assert all(map(torch.equal, other, found[0]))
+    assert bool(copied) == (name in ("ADALORA", "C3A", "GRALORA")), copied

@@ -15,6 +15,7 @@ tf = pytest.importorskip("transformers")
 import dualkv  # noqa: E402
 from dualkv.integrations.transformers import enable, head, logprobs  # noqa: E402
 from tests.integrations.transformers.test_heads import (  # noqa: E402
+    CAPPED,
     SMALL,
     adapters,
     check,
@@ -49,6 +50,13 @@ class Centring(Capping):
         return states - states.mean(-2, keepdim=True)
 
 
+class CentringTokens(Capping):
+    """A head whose mean is over the tokens of a sequence [1, T, C], and would be over the columns of rows [n, C]."""
+
+    def before(self, states: torch.Tensor) -> torch.Tensor:
+        return states - states.mean(1, keepdim=True)
+
+
 class Dropping(Capping):
     """A head whose dropout is no module."""
 
@@ -67,7 +75,7 @@ class Normed(Capping):
         return self.norm(states.flatten(0, -2)).view(states.shape)
 
 
-ALWAYS, IN_TRAINING = [Centring], [Dropping, Normed]
+ALWAYS, IN_TRAINING = [Centring, CentringTokens], [Dropping, Normed]
 
 
 def of_class(kind: type[Capping]) -> Any:
@@ -122,6 +130,17 @@ def test_a_head_that_is_a_module_of_its_own(make: Callable[[type[Capping]], Any]
         check(model.train())
 
 
+def test_a_head_that_is_called_by_keyword() -> None:
+    class Made(tf.Qwen3ForCausalLM):
+        def forward(self, input_ids: torch.Tensor, dualkv: Any = None, use_cache: bool = False) -> Any:
+            hidden = self.model(input_ids=input_ids, dualkv=dualkv, use_cache=use_cache).last_hidden_state
+            return tf.modeling_outputs.CausalLMOutputWithPast(logits=self.lm_head(input=hidden))
+
+    model = Made(tf.Qwen3Config(**SMALL)).eval()
+    check(model)
+    check_wrapped(model, model)
+
+
 def test_a_module_in_front_of_the_head() -> None:
     """A live module takes the place of ModernBert's, which the small copy runs."""
 
@@ -168,3 +187,10 @@ def test_weights_that_are_elsewhere_are_not_called() -> None:
     model.lm_head.register_forward_pre_hook(lambda *_: pytest.fail("called"))
     with pytest.raises(ValueError, match=r"CohereForCausalLM's head has no values here.*logits_to_keep"):
         head(model)
+
+
+def test_a_capped_model_with_a_head_of_its_own() -> None:
+    """The cap of the class follows the live module."""
+    model = assigned(Capping, "gemma2")
+    assert head(model).softcap == CAPPED["final_logit_softcapping"]
+    check(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ import dualkv
 
 tf = pytest.importorskip("transformers")
 
-from dualkv.integrations.transformers import enable  # noqa: E402
+from dualkv.integrations.transformers import disable, enable  # noqa: E402
+from dualkv.sequence_parallel import Shard  # noqa: E402
 from tests.integrations.tiny import SIZES, assert_close, gradients  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -236,88 +238,55 @@ def check(family: str, *groups: tuple[tuple[int, int, int], ...], labels: str = 
     prompts, responses, media = rollouts(family, *groups)
     batch = dualkv.pack(prompts, responses, media=media, labels=labels)
     assert batch.layout.num_groups == len(groups)
-    compare(family, batch, *whole(prompts, responses, media))
+    compare(family, batch, prompts, responses, media)
 
 
-def whole(prompts: list[Any], responses: list[Any], media: list[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
-    """(ids, media) of each rollout, and where its response is."""
-    found = []
-    for ids, response, entry in zip(prompts, responses, media, strict=True):
-        longer = {k: pad(x, (0, len(response))) if k.endswith("token_type_ids") else x for k, x in entry.items()}
-        found.append((torch.cat([ids, response]), longer))
-    return found, [torch.arange(len(p), len(ids)) for p, (ids, _) in zip(prompts, found, strict=True)]
+def compare(family: str, batch: Any, prompts: list[Any], responses: list[Any], media: list[dict[str, Any]]) -> None:
+    """Compare hidden states, log-probs and gradients of packed rollouts with those of each by itself."""
+    weights = [torch.randn(len(r), generator=torch.Generator().manual_seed(k)) for k, r in enumerate(responses)]
 
+    def logp(model: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return model.lm_head(hidden).log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
-def of_tokens(trained: list[torch.Tensor]) -> list[torch.Tensor]:
-    """A weight in the loss for the log-prob of each trained token."""
-    draw = torch.Generator().manual_seed(7)
-    return [torch.randn(len(at), generator=draw) for at in trained]
-
-
-def logp(model: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return model.lm_head(hidden).log_softmax(-1).gather(1, targets[:, None])[:, 0]
-
-
-def separate(family: str, sequences: list[Any], trained: list[torch.Tensor]) -> Any:
-    """Hidden states and log-probs of each (ids, media) by itself, and the gradients of their weighted sum."""
-    model, hidden = make(family), []
-    names = () if family in GRID or family.startswith("Gemma") else ("mm_token_type_ids",)
-    for ids, media in sequences:
-        hidden.append(alone(model, ids, ids[:0], without(media, *names)))
-    values = [logp(model, h[at - 1], ids[at]) for h, at, (ids, _) in zip(hidden, trained, sequences, strict=True)]
-    torch.stack([(w * x).sum() for w, x in zip(of_tokens(trained), values, strict=True)]).sum().backward()
-    return hidden, values, gradients(model)
-
-
-def assert_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert any("vis" in name and gradient.norm() > 0 for name, gradient in expected.items())
-    # Some are zero but for rounding: biases of keys.
-    floor = torch.stack([gradient.norm() for gradient in expected.values()]).mean().item()
-    for name, gradient in found.items():
-        error, norm = (gradient - expected[name]).norm().item(), expected[name].norm().item()
-        assert error <= 1e-5 * max(norm, floor), f"{name}: {error} against a norm of {norm}, on average {floor}"
-
-
-def compare(family: str, batch: Any, sequences: list[Any], trained: list[torch.Tensor]) -> None:
-    """Compare hidden states, log-probs of the `trained` tokens and gradients of packed rollouts with those of each
-    (ids, media) by itself."""
     model = enable(make(family))
     hidden = model.model(input_ids=batch.input_ids, dualkv=batch.layout, **batch.media).last_hidden_state
     values = batch.unpack(logp(model, hidden[0, batch.predict_rows], batch.targets))
-    torch.stack([(w * v).sum() for w, v in zip(of_tokens(trained), values, strict=True)]).sum().backward()
-    states, logps, expected = separate(family, sequences, trained)
+    torch.stack([(w * v).sum() for w, v in zip(weights, values, strict=True)]).sum().backward()
+
+    reference = make(family)
+    loss = torch.zeros(())
     for i, got in enumerate(batch.unpack_sequences(hidden)):
-        assert_close(f"hidden states of rollout {i}", got, states[i], 1e-5)
-        assert_close(f"log-probs of rollout {i}", values[i], logps[i], 1e-5)
-    assert_gradients(gradients(model), expected)
+        expected = alone(reference, prompts[i], responses[i], media[i])
+        assert_close(f"hidden states of rollout {i}", got, expected, 1e-5)
+        own = logp(reference, expected[len(prompts[i]) - 1 : -1], responses[i])
+        assert_close(f"log-probs of rollout {i}", values[i], own, 1e-5)
+        loss = loss + (weights[i] * own).sum()
+    loss.backward()
+    expected_gradients = gradients(reference)
+    assert any(
+        ("vision" in name or "visual" in name) and gradient.norm() > 0 for name, gradient in expected_gradients.items()
+    )
+    # Some are zero but for rounding: biases of keys.
+    floor = torch.stack([gradient.norm() for gradient in expected_gradients.values()]).mean().item()
+    for name, gradient in gradients(model).items():
+        error, norm = (gradient - expected_gradients[name]).norm().item(), expected_gradients[name].norm().item()
+        assert error <= 1e-5 * max(norm, floor), f"{name}: {error} against a norm of {norm}, on average {floor}"
 
 
 ONE, TWO, NONE, FILM = ((1, 4, 6),), ((1, 2, 2), (1, 6, 4)), (), ((2, 2, 4),)
 
 
-# All families run images of trees, and all but GLM's run videos there (test_media_turns.py).
+# All families run images of trees (test_media_turns.py); the media of these are joined in other ways.
 @pytest.mark.parametrize(
-    "family", ["Qwen2VL", "Qwen3_5", "InternVL", "LlavaNext", "LlavaOnevision", "Gemma3", "Gemma4"]
-)
+    "family",
+    ["Qwen2VL", "Qwen3_5", "Qwen2_5OmniThinker", "Glm4v", "InternVL", "LlavaNext", "LlavaOnevision", "Mistral3",
+     "Idefics3", "Gemma3", "Gemma4"],
+)  # fmt: skip
 def test_images_of_several_groups(family: str) -> None:
     check(family, ONE, TWO, NONE, ONE)
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "Qwen2_5_VL",
-        "Qwen3VL",
-        "Qwen2_5OmniThinker",
-        "Glm4v",
-        "Glm4vMoe",
-        "Glm46V",
-        "GlmOcr",
-        "LlavaNextVideo",
-        "Gemma4",
-    ],
-)
+@pytest.mark.parametrize("family", [*GRID, "LlavaNextVideo", "LlavaOnevision", "Gemma4"])
 def test_videos(family: str) -> None:
     beside = () if family in PLAIN or family.startswith("Glm") else ((1, 4, 4),)
     check(family, FILM + beside, NONE, FILM, labels="roll")
@@ -391,6 +360,20 @@ def test_generation_behind_images(family: str) -> None:
 
 
 # ---------------------------------------------------------------- packing
+def test_a_function_in_the_place_of_the_tower_still_runs() -> None:
+    model, batch = make("LlavaNext"), dualkv.pack(*rollouts("LlavaNext", ONE)[:2], media=rollouts("LlavaNext", ONE)[2])
+    own, ran = model.model.get_image_features, []
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        ran.append(kwargs)
+        return own(*args, **kwargs)
+
+    model.model.get_image_features = replaced
+    enable(model, check=False).model(input_ids=batch.input_ids, dualkv=batch.layout, **batch.media)
+    assert len(ran) == 1
+    assert disable(model).model.get_image_features is replaced
+
+
 def test_equal_prompts_have_equal_images() -> None:
     """One group for copies of an image, two for two images behind the same ids; a padded batch finds the same."""
     draw = torch.Generator().manual_seed(2)
@@ -502,6 +485,30 @@ def test_a_compiled_decoder(family: str) -> None:
         assert torch.equal(model(**inputs).logits, expected)
 
 
+def test_a_tree_with_images_in_its_turns() -> None:
+    """Segments: a prompt with an image, a text answer, two turns with images behind both, a leaf behind one of them."""
+    draw = torch.Generator().manual_seed(4)
+    parts = [prompt(draw, "Qwen3VL", *grids) for grids in (ONE, NONE, TWO, NONE, ((1, 6, 2),), NONE)]
+    parents = [-1, 0, 0, 2, 1, 1]
+    order = [0, 1, 4, 5, 2, 3]  # depth first
+    at = {segment: i for i, segment in enumerate(order)}
+    offsets = torch.tensor([0, *(len(parts[s][0]) for s in order)]).cumsum(0)
+    layout = dualkv.Layout.from_segments(offsets, [at[parents[s]] if parents[s] >= 0 else -1 for s in order])
+    names = ("pixel_values", "image_grid_thw")
+    joined = {name: torch.cat([parts[s][1][name] for s in order if name in parts[s][1]]) for name in names}
+    joined["mm_token_type_ids"] = torch.cat([parts[s][1]["mm_token_type_ids"] for s in order], 1)
+    ids = torch.cat([parts[s][0] for s in order])[None]
+    model = enable(make("Qwen3VL").eval())
+    with torch.no_grad():
+        hidden = model.model(input_ids=ids, dualkv=layout, **joined).last_hidden_state[0]
+        for path in ([0, 1, 4], [0, 1, 5], [0, 2, 3]):
+            media = {name: torch.cat([parts[s][1][name] for s in path if name in parts[s][1]]) for name in names}
+            media["mm_token_type_ids"] = torch.cat([parts[s][1]["mm_token_type_ids"] for s in path], 1)
+            expected = alone(model, torch.cat([parts[s][0] for s in path]), torch.zeros(0, dtype=torch.int64), media)
+            rows = torch.cat([torch.arange(*offsets[at[s] : at[s] + 2].tolist()) for s in path])
+            assert_close(f"hidden states of path {path}", hidden[rows], expected, 1e-5)
+
+
 # ---------------------------------------------------------------- what else processors and layouts may hold
 def test_small_gemma_4_models_are_causal_among_images() -> None:
     """Rows of images are causal where the config does not say "vision", and where no kinds of tokens are given."""
@@ -527,3 +534,16 @@ def test_kinds_of_tokens_that_a_model_does_not_take() -> None:
     zeros = torch.zeros_like(text.input_ids)
     for family in ("Llava", "Qwen3VL"):
         enable(make(family))(input_ids=text.input_ids, dualkv=text.layout, token_type_ids=zeros)
+
+
+def test_text_with_sequence_parallelism(tmp_path: Path) -> None:
+    """Decoders that take placed layouts only run too."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        batch = dualkv.pack([torch.tensor([3, 4, 5, 6])], [[torch.tensor([7, 8]), torch.tensor([9, 1])]])
+        shard = Shard(batch.layout, torch.distributed.group.WORLD)
+        model = enable(make("Qwen2_5OmniThinker").eval())
+        whole, own = (model(input_ids=batch.input_ids, dualkv=x).logits for x in (batch.layout, shard))
+        assert torch.equal(whole, own)
+    finally:
+        torch.distributed.destroy_process_group()

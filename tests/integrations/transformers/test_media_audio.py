@@ -12,7 +12,7 @@ import dualkv
 pytest.importorskip("transformers")
 
 from dualkv.integrations.transformers import enable
-from tests.integrations.transformers.test_media import NONE, ONE, SOUND, compare, make, prompt, whole
+from tests.integrations.transformers.test_media import NONE, ONE, SOUND, compare, make, prompt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FAMILIES = ["Qwen2_5OmniThinker", "Qwen3OmniMoeThinker"]
@@ -56,7 +56,7 @@ def test_audio_of_several_groups(family: str) -> None:
     batch = dualkv.pack(prompts, responses, media=media)
     assert batch.layout.num_groups == 5
     assert len(batch.media["input_features"]) == 4
-    compare(family, batch, *whole(prompts, responses, media))
+    compare(family, batch, prompts, responses, media)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

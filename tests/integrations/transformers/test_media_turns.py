@@ -13,6 +13,7 @@ import dualkv
 pytest.importorskip("transformers")
 
 from dualkv.integrations.transformers import enable
+from tests.integrations.tiny import assert_close, gradients
 from tests.integrations.transformers.test_media import (
     FILM,
     GRID,
@@ -22,7 +23,7 @@ from tests.integrations.transformers.test_media import (
     PLAIN,
     TWO,
     VIDEO,
-    compare,
+    alone,
     make,
     plain_prompt,
     prompt,
@@ -59,6 +60,36 @@ def merged(*turns: Turn) -> Turn:
     return torch.cat([ids for ids, _ in turns]), entry
 
 
+def check(family: str, batch: Any, rollouts: list[Turn], trained: list[torch.Tensor]) -> None:
+    """Hidden states, log-probs of the `trained` tokens [n_i] of each rollout, and all gradients."""
+    draw = torch.Generator().manual_seed(7)
+    weights = [torch.randn(len(at), generator=draw) for at in trained]
+
+    def logp(model: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return model.lm_head(hidden).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+
+    model, reference = enable(make(family)), make(family)
+    hidden = model.model(input_ids=batch.input_ids, dualkv=batch.layout, **batch.media).last_hidden_state
+    values = batch.unpack(logp(model, hidden[0, batch.predict_rows], batch.targets))
+    torch.stack([(w * v).sum() for w, v in zip(weights, values, strict=True)]).sum().backward()
+    loss = torch.zeros(())
+    for i, got in enumerate(batch.unpack_sequences(hidden)):
+        ids, entry = rollouts[i]
+        names = () if family in GRID or family.startswith("Gemma") else ("mm_token_type_ids",)
+        expected = alone(reference, ids, ids[:0], without(entry, *names))
+        assert_close(f"hidden states of rollout {i}", got, expected, 1e-5)
+        own = logp(reference, expected[trained[i] - 1], ids[trained[i]])
+        assert_close(f"log-probs of rollout {i}", values[i], own, 1e-5)
+        loss = loss + (weights[i] * own).sum()
+    loss.backward()
+    expected_gradients = gradients(reference)
+    assert any("vis" in name and gradient.norm() > 0 for name, gradient in expected_gradients.items())
+    floor = torch.stack([gradient.norm() for gradient in expected_gradients.values()]).mean().item()
+    for name, gradient in gradients(model).items():
+        error, norm = (gradient - expected_gradients[name]).norm().item(), expected_gradients[name].norm().item()
+        assert error <= 1e-5 * max(norm, floor), f"{name}: {error} against a norm of {norm}, on average {floor}"
+
+
 def tree(family: str) -> list[Turn]:
     """Rollouts of a tree of depth 3: images in the prompt, a shared turn, leaves, one of them twice, a video in a turn;
     one without any, and two of equal text with other images."""
@@ -88,7 +119,7 @@ def test_images_in_turns_of_trees(family: str, labels: Any) -> None:
     batch = dualkv.pack_sequences(ids, masks, labels=labels, media=media)
     # LLaVA-OneVision's images are cut by the number of images of a text, so they stay together.
     assert batch.layout.num_tokens < (1 if family == "LlavaOnevision" else 0.8) * batch.layout.nominal_tokens
-    compare(family, batch, rollouts, [mask.nonzero()[:, 0] for mask in masks])
+    check(family, batch, rollouts, [mask.nonzero()[:, 0] for mask in masks])
 
 
 @pytest.mark.parametrize(
@@ -106,7 +137,7 @@ def test_images_in_responses(family: str, labels: Any) -> None:
     assert batch.layout.num_groups == 2
     rollouts = [merged(prompts[g], answer) for g, answer in zip(of, answers, strict=True)]
     trained = [torch.arange(len(prompts[g][0]), len(x)) for g, (x, _) in zip(of, rollouts, strict=True)]
-    compare(family, batch, rollouts, trained)
+    check(family, batch, rollouts, trained)
 
     def padded(name: str, rows: list[torch.Tensor], left: bool) -> dict[str, Any]:
         most = max(map(len, rows)) + 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from functools import partial
 from typing import Any
 
@@ -60,6 +61,25 @@ def test_disable_leaves_nothing(name: str) -> None:
         assert not any(patching.is_marked(type(m).forward) for m in other.modules())
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in other.modules())
         step(other)
+
+
+def test_fast_is_undone_but_for_gradient_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    model = make_model().train()
+    before, files = states.of_model(model), states.of_files(FILES)
+    enable(model, check=False, fast=True)
+    model.gradient_checkpointing_enable({"use_reentrant": False})  # a trainer's, which layers are to keep attention in
+    trainers = states.of_model(model)
+    step(model, dualkv=LAYOUT)
+    assert any("checkpointing_func" in name for name in states.differences(trainers, states.of_model(model)))
+    disable(model)
+    left = states.differences(before, states.of_model(model))
+    of_transformers = re.compile(r".*(checkpointing|require_grads|embed_tokens\._forward_hooks|keeps_products).*")
+    assert [name for name in left if not of_transformers.fullmatch(name)] == []
+    of_layers = [name for name in left if name.endswith("checkpointing_func")]
+    assert not set(of_layers) & set(states.differences(trainers, states.of_model(model)))
+    patching.undo_process()
+    assert states.differences(files, states.of_files(FILES)) == []
 
 
 @pytest.mark.parametrize("family", test_recurrent.there("qwen3_5_text", "minimax"))

@@ -55,6 +55,10 @@ REFUSED_MODELS = {
         lambda: tiny("Jamba", attn_layer_period=2, attn_layer_offset=1, mamba_dt_rank=4, num_experts=1),
         r"layers\.0\.mamba \(JambaMambaMixer\) carries a recurrent state, and is of no kind that runs packed",
     ),
+    "recurrent layers of another kind alone": (
+        lambda: tiny("Mamba", state_size=4),
+        r"backbone\.layers\.0\.mixer \(MambaMixer\) carries a recurrent state, and is of no kind that runs packed",
+    ),
     "recurrent state": (
         lambda: tiny("Qwen3Next", layer_types=["full_attention"] * 2, **EXPERTS),
         r"Qwen3NextModel carries a recurrent state",
@@ -83,6 +87,10 @@ REFUSED_MODELS = {
             tf.Gemma4TextConfig(**SIZES, layer_types=["sliding_attention", "full_attention"], global_head_dim=520)
         ),
         r"model\.layers\.1\.self_attn \(Gemma4TextAttention\) has head dim 520, dualkv\.attention computes up to 512",
+    ),
+    "a head dim of 520": (
+        lambda: tiny("Llama", head_dim=520),
+        r"model\.layers\.0\.self_attn \(LlamaAttention\) has head dim 520, dualkv\.attention computes up to 512",
     ),
     "attention weights": (
         lambda: make_model(attention="eager", output_attentions=True),
@@ -249,6 +257,7 @@ IDS, POSITIONS = token_ids(LAYOUT), LAYOUT.position_ids[None]
         ({"attention_mask": torch.ones_like(IDS)}, "attention_mask came together with dualkv"),
         ({"use_cache": True}, "past_key_values or use_cache came together with dualkv"),
         ({"past_key_values": tf.DynamicCache()}, "past_key_values or use_cache came together with dualkv"),
+        ({"cache": tf.DynamicCache()}, "past_key_values or use_cache came together with dualkv"),
         ({"position_ids": torch.arange(45)[None]}, r"position_ids\[0, 11\] is 11, the layout's is 7"),
         (
             {"position_ids": POSITIONS.expand(2, 1, -1)},
@@ -256,10 +265,13 @@ IDS, POSITIONS = token_ids(LAYOUT), LAYOUT.position_ids[None]
         ),
         ({"output_attentions": True}, "a call of Qwen3Model uses attention weights as an output"),
         ({"cu_seq_lens_q": torch.tensor([0, 45])}, "a call of Qwen3Model uses sequence lengths next to"),
+        ({"max_length_q": 45}, "a call of Qwen3Model uses the argument max_length_q=45"),
         ({"head_mask": torch.ones(6)}, r"a call of Qwen3Model uses a head mask \(head_mask of shape \(6,\)\)"),
         ({"softcap": 30.0}, r"a call of Qwen3Model uses the argument softcap=30\.0"),
         ({"s_aux": torch.ones(6)}, r"a call of Qwen3Model uses the argument s_aux of shape \(6,\)"),
         ({"position_bias": torch.ones(1, 6, 45, 45)}, "a call of Qwen3Model uses a position bias"),
+        ({"temperatures": 2.0}, r"a call of Qwen3Model uses the argument temperatures=2\.0"),
+        ({"num_logits_to_keep": 1}, "a call of Qwen3Model uses the argument num_logits_to_keep=1"),
         ({"logits_to_keep": 1}, r"logits_to_keep is 1 together with dualkv.* batch\.predict_rows"),
         ({"logits_to_keep": torch.tensor(1)}, r"logits_to_keep is a tensor of shape \(\) together with dualkv"),
         ({"is_causal": False}, r"layer 0 \(Qwen3Attention\) is not causal self-attention"),
@@ -269,6 +281,16 @@ def test_calls_that_are_not_computed_are_refused(arguments: dict[str, Any], mess
     model = enable(make_model())
     with pytest.raises(ValueError, match=message):
         model(**{"input_ids": IDS, "dualkv": LAYOUT, **arguments})
+
+
+def test_labels_by_position_are_refused_as_by_name() -> None:
+    model = enable(make_model())
+    at = layers.arguments(type(model)).index("labels")
+    with pytest.raises(ValueError, match="labels came together with dualkv and would be shifted by one row"):
+        model(IDS, *[None] * (at - 1), IDS, dualkv=LAYOUT)
+    loss = model(IDS, *[None] * (at - 1), IDS, shift_labels=IDS, dualkv=LAYOUT).loss
+    logits = model(input_ids=IDS, dualkv=LAYOUT).logits
+    assert_close("loss", loss, nn.functional.cross_entropy(logits[0], IDS[0]), 1e-6)
 
 
 class LossOfTrainer(tf.Trainer):

@@ -32,15 +32,7 @@ SAMPLE = ("phi3", "gemma3_text", "phimoe", "deepseek_v2", "moshi")
 ON_RANKS = ("phi3", "moshi")
 
 
-def of_types(often: tuple[str, ...]) -> list[Any]:
-    """All types, of which the others are slow."""
-    others = [kind for kind in zoo.types() if kind not in often]
-    return [*often, *(pytest.param(kind, marks=pytest.mark.slow) for kind in others)]
-
-
-@pytest.mark.parametrize("rope", scaled.BY_LENGTH)
-@pytest.mark.parametrize("kind", of_types(SAMPLE))
-def test_sequences_alone(kind: str, rope: str) -> None:
+def check(kind: str, rope: str) -> None:
     """Compare each sequence, packed in one row and walked, with itself alone."""
     model = scaled.make(kind, rope)
     if model is None:
@@ -61,10 +53,32 @@ def test_sequences_alone(kind: str, rope: str) -> None:
         assert scaled.error([logits[path] for path in PATHS], expected) > 10 * zoo.BOUND
 
 
+@pytest.mark.parametrize(("kind", "rope"), scaled.pairs(SAMPLE))
+def test_sequences_alone(kind: str, rope: str) -> None:
+    check(kind, rope)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "rope"), scaled.pairs([x for x in zoo.types() if x not in SAMPLE]))
+def test_sequences_alone_in_all_types(kind: str, rope: str) -> None:
+    check(kind, rope)
+
+
 # ---------------------------------------------------------------- which embeddings these are
 @pytest.mark.parametrize("rope", [*scaled.FIXED, *scaled.BY_LENGTH])
-@pytest.mark.parametrize("kind", of_types(("phimoe", "gemma3_text")))
+@pytest.mark.parametrize("kind", ["phimoe", "gemma3_text"])
 def test_embeddings_that_depend_on_other_rows_are_known(kind: str, rope: str) -> None:
+    known(kind, rope)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rope", [*scaled.FIXED, *scaled.BY_LENGTH])
+@pytest.mark.parametrize("kind", zoo.types())
+def test_all_embeddings_that_depend_on_other_rows_are_known(kind: str, rope: str) -> None:
+    known(kind, rope)
+
+
+def known(kind: str, rope: str) -> None:
     model = scaled.make(kind, rope)
     if model is None:
         pytest.skip("no rotary embedding, or no packed calls")
@@ -75,6 +89,18 @@ def test_embeddings_that_depend_on_other_rows_are_known(kind: str, rope: str) ->
         assert rotary.depends_on_length(module) == any(found.values())
     hooked = [x for x in enable(model, check=False).modules() if rotary.of_own_sequences in x._forward_hooks.values()]
     assert hooked == rotary.embeddings(model)
+
+
+# Files that read the largest position to number what follows images and audio.
+OF_IMAGES = {"hunyuan_vl", "minicpmv4_7", "qwen2_5_omni", "qwen3_omni_moe"}
+
+
+def test_no_other_model_reads_the_largest_position() -> None:
+    """No other model does, apart from the rules of transformers' decorator."""
+    reads = re.compile(r"max\(position_ids|position_ids\.a?max\(|cache_position\[-1\]")
+    files = Path(tf.models.__path__[0]).glob("*/modeling_*.py")
+    found = {file.parent.name for file in files if reads.search(file.read_text())}
+    assert found <= OF_IMAGES | {"phimoe", "reformer"}  # the first is tested above, the second is refused
 
 
 # ---------------------------------------------------------------- ranks
@@ -96,15 +122,19 @@ def on_a_rank(rank: int, folder: str, *types: str) -> None:
     dist.destroy_process_group()
 
 
-def test_ranks(tmp_path: Path) -> None:
-    on_ranks(2, "tests.integrations.transformers.test_rotary:on_a_rank", str(tmp_path), *ON_RANKS)
-    ranks = [torch.load(tmp_path / str(rank)) for rank in range(2)]
+def check_ranks(folder: Path, types: tuple[str, ...] | list[str]) -> None:
+    on_ranks(2, "tests.integrations.transformers.test_rotary:on_a_rank", str(folder), *types)
+    ranks = [torch.load(folder / str(rank)) for rank in range(2)]
     assert ranks[0]
     for (kind, rope, way), logits in ranks[0].items():
         model = scaled.make(kind, rope)
         expected = scaled.alone(model, scaled.token_ids(model))
         assert scaled.error([logits[path] for path in PATHS], expected) < zoo.BOUND, (kind, rope, way)
         assert torch.equal(ranks[1][kind, rope, way], logits)
+
+
+def test_ranks(tmp_path: Path) -> None:
+    check_ranks(tmp_path, ON_RANKS)
 
 
 # ---------------------------------------------------------------- what is refused

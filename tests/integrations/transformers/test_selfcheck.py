@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -22,8 +24,11 @@ from dualkv.integrations.transformers import (  # noqa: E402
 )
 from dualkv.integrations.transformers.indexers import longest_path  # noqa: E402
 from dualkv.integrations.transformers.shrink import SELF_CHECK, shrink, thresholds  # noqa: E402
+from dualkv.integrations.transformers.support import config_of  # noqa: E402
 from tests.integrations.tiny import hooks, make_featured, make_model  # noqa: E402
 from tools import zoo  # noqa: E402
+
+MODELS = json.loads((Path(__file__).parents[2] / "files" / "models.json").read_text())
 
 
 @pytest.fixture(autouse=True)
@@ -49,13 +54,31 @@ DYNAMIC_ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 4096,
              "long_factor": [3.0] * 48, "short_factor": [1.0] * 48}  # fmt: skip
 RUN = {
+    "llama": ("Llama", {"num_key_value_heads": 8}),
     "llama, dynamic rotary embedding": ("Llama", {"rope_parameters": DYNAMIC_ROPE}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {}),
+    "qwen3_moe": ("Qwen3Moe", {}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral with its window": ("Mistral", {"sliding_window": 4096}),
+    "mixtral with a window": ("Mixtral", {"sliding_window": 4096}),
+    "phi3": ("Phi3", {"sliding_window": None}),
+    "phi3 with its window": ("Phi3", {"sliding_window": 2047}),
     "phi3, long rotary factors": ("Phi3", {"sliding_window": None, "rope_parameters": LONG_ROPE}),
     "phimoe, a window that is only in the mask": ("Phimoe", {"sliding_window": 131072}),
+    "starcoder2 with its window": ("Starcoder2", {"sliding_window": 4096}),
+    "gpt_oss, windows and sinks": ("GptOss", {}),
+    "gemma2, windows and softcapping": ("Gemma2", {}),
     "gemma3n, keys and values of other layers": ("Gemma3nText", {}),
+    "granite": ("Granite", {}),
+    "olmo2": ("Olmo2", {}),
+    "gemma": ("Gemma", {}),
+    "glm4": ("Glm4", {}),
     "gpt2, learned positions": ("GPT2", {}),
+    "opt, learned positions with an offset": ("OPT", {}),
+    "ministral3, a temperature of positions": ("Ministral3", {}),
     "llama4, chunks and a temperature that counts rows": ("Llama4Text", {}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", RUN)
@@ -144,6 +167,12 @@ def test_a_copy_that_does_not_run_leaves_the_model_unproved(monkeypatch: pytest.
     enable(make_model(), check=False)
 
 
+def test_hidden_states_that_are_not_finite_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tf.models.qwen3.modeling_qwen3.Qwen3MLP, "forward", lambda self, x: x * float("inf"))
+    with pytest.raises(ValueError, match=r"could not be checked: .* the replicated hidden states are not finite"):
+        enable(make_model())
+
+
 def test_a_packed_result_that_is_not_finite_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = tf.models.qwen3.modeling_qwen3.Qwen3MLP.forward
     monkeypatch.setattr(
@@ -216,6 +245,14 @@ def test_what_the_caller_has_compiled_runs_eagerly(monkeypatch: pytest.MonkeyPat
         compiled(x, x, x[0], x[0])
 
 
+def test_the_check_runs_within_what_is_compiled() -> None:
+    @torch.compile(backend="eager")
+    def made() -> str | None:
+        return verdict("Llama", num_key_value_heads=8)
+
+    assert made() is None
+
+
 def test_a_model_without_weights_and_one_of_another_class_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP2 makes a class of its own of each module."""
     from torch.distributed.fsdp import FSDPModule
@@ -231,6 +268,42 @@ def test_a_model_without_weights_and_one_of_another_class_are_checked(monkeypatc
 
 
 # ---------------------------------------------------------------- the small copy
+def rope_types(config: Any) -> set[str]:
+    table = getattr(config, "rope_parameters", None) or {}
+    return {t["rope_type"] for t in (table, *table.values()) if isinstance(t, dict) and "rope_type" in t}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_small_copy_keeps_what_attention_is(name: str) -> None:
+    config = config_of(MODELS[name]["config"], name)
+    config = config.get_text_config()
+    small = shrink(config)
+    for field in (
+        "head_dim",
+        "global_head_dim",
+        "v_head_dim",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "attn_logit_softcapping",
+    ):
+        assert vars(small).get(field) == vars(config).get(field)
+    heads, few = config.num_attention_heads, small.num_attention_heads
+    if not (vars(config).get("head_dim") or vars(config).get("qk_nope_head_dim")):
+        assert small.hidden_size / few == config.hidden_size / heads
+    if config.num_key_value_heads:
+        assert few / small.num_key_value_heads == heads / config.num_key_value_heads
+    assert rope_types(small) == rope_types(config)
+    kinds, of_small = (getattr(c, "layer_types", None) or ["none"] for c in (config, small))
+    assert set(of_small) == set(kinds)
+    assert list(dict.fromkeys(of_small)) == list(dict.fromkeys(kinds))  # in the same order
+    assert 2 <= small.num_hidden_layers <= SELF_CHECK.layers
+    assert len(of_small) in (1, small.num_hidden_layers)
+    assert all(value <= SELF_CHECK.threshold for _, value in thresholds(small))
+    assert len(list(thresholds(small))) == len(list(thresholds(config)))
+    assert SELF_CHECK.threshold < max(map(len, selfcheck.sequence_rows(selfcheck.tree()))) <= SELF_CHECK.positions
+    assert list(thresholds(shrink(config, thresholds=False))) == list(thresholds(config))
+
+
 def test_thresholds_are_found_wherever_they_lie() -> None:
     fields = {"sliding_window": 4096, "attention_chunk_size": 8192, "floor_scale": 8192.0}
     table = {"full_attention": {"rope_type": "yarn", "factor": 8.0, "rope_theta": 1e4,

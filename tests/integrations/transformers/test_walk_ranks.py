@@ -32,21 +32,20 @@ def of(rollouts: Any) -> dualkv.PackedSequences | None:
 class Policy(nn.Module):
     """A model with its head and loss in one forward."""
 
-    def __init__(self, lm: Any) -> None:
+    def __init__(self, tied: bool, recomputed: bool) -> None:
         super().__init__()
-        self.lm = lm
+        self.lm = enable(make_model(tie_word_embeddings=tied), check=False).train()
+        if recomputed:
+            recompute_layers(self.lm)
 
-    def forward(self, rows: Any, layout: Any, one: dualkv.walks.Pass | None = None, **media: Any) -> Any:
-        hidden = self.lm.model(input_ids=rows.input_ids, dualkv=layout, **media).last_hidden_state
+    def forward(self, rows: Any, layout: Any, one: dualkv.walks.Pass | None = None) -> torch.Tensor | None:
+        hidden = self.lm.model(input_ids=rows.input_ids, dualkv=layout).last_hidden_state
         if one is not None and not one.has_loss:
             return one.zero_loss(hidden, self.lm.lm_head.weight) if one.has_graph else None
         logp, _ = dualkv.response_logprobs(hidden, self.lm.lm_head.weight, rows)
-        return ((torch.cat(rows.unpack(logp)) if one is None else rows.expand(logp)).exp() * 3).sum()
-
-
-def policy_of(tied: bool, recomputed: bool) -> Policy:
-    lm = enable(make_model(tie_word_embeddings=tied), check=False).train()
-    return Policy(recompute_layers(lm) if recomputed else lm)
+        if one is None:
+            return (torch.cat(rows.unpack(logp)).exp() * 3).sum()
+        return (rows.expand(logp).exp() * 3).sum()
 
 
 def on_a_rank(rank: int) -> None:
@@ -59,11 +58,11 @@ def on_a_rank(rank: int) -> None:
         next(dualkv.walk_passes(of(SMALL), 0 if rank else ROWS, group=dist.group.WORLD))
     for name, given in CASES.items():
         for tied, recomputed in [(False, True), (True, False)]:
-            plain = policy_of(tied, False)
+            plain = Policy(tied, False)
             for rollouts in given:
                 if (batch := of(rollouts)) is not None:
                     plain(batch, batch.layout).backward()
-            policy, kinds = policy_of(tied, recomputed), ""
+            policy, kinds = Policy(tied, recomputed), ""
             for part in (*policy.lm.model.layers, policy):
                 fully_shard(part, mesh=mesh)
             for one in dualkv.walk_passes(of(given[rank]), ROWS, group=dist.group.WORLD):
@@ -82,7 +81,7 @@ def on_a_rank(rank: int) -> None:
 
 def check_ddp(given: Any, rank: int) -> None:
     """DDP reduces nothing in the ranks' own walks, and all gradients in the backward of one more row without a loss."""
-    plain, policy = policy_of(False, False), nn.parallel.DistributedDataParallel(policy_of(False, True))
+    plain, policy = Policy(False, False), nn.parallel.DistributedDataParallel(Policy(False, True))
     for rollouts in given:
         if (batch := of(rollouts)) is not None:
             plain(batch, batch.layout).backward()

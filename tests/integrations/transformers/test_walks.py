@@ -13,10 +13,12 @@ from dualkv.data.parts import fitting, plan_parts
 from dualkv.integrations.transformers import enable, recompute_layers
 from dualkv.row_costs import Peak, measure_sharded_rows
 from tests.integrations.tiny import assert_close, gradients, make_model
+from tests.integrations.transformers import test_recurrent
 from tests.integrations.transformers.test_branches import packed, walked, weights_of, whole
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
+DENSE = "qwen3", "qwen3_moe"
 
 
 def forward_of(model):
@@ -179,6 +181,35 @@ def test_a_part_of_a_fused_projection_is_copied():
 
 
 # ---------------------------------------------------------------- both passes of a trunk are one
+def test_dropout_is_drawn_once():
+    """The second pass of a trunk draws what the first one drew: the gradient is that of one function."""
+    batch = packed()
+    weights = weights_of(batch, torch.float64)
+    torch.manual_seed(0)
+    embedding = torch.randn(64, 1, 8, dtype=torch.float64, requires_grad=True)
+
+    def forward(ids, branch):
+        x = torch.nn.functional.dropout(embedding[ids[0]], 0.5)
+        return branch.attention(x, x, x, layer=0)[None, :, 0]
+
+    def loss(hidden, part):
+        return (part.expand(hidden[0, part.predict_rows].sum(-1)) * weights[part.places]).sum()
+
+    def run(budget):
+        torch.manual_seed(1)
+        return dualkv.walk(batch, budget, forward, loss)
+
+    run(3)
+    step = torch.randn_like(embedding)
+    with torch.no_grad():
+        slope = float((embedding.grad * step).sum())
+        embedding += 1e-6 * step
+        more = run(3)
+        embedding -= 2e-6 * step
+        less = run(3)
+    assert float(more - less) / 2e-6 == pytest.approx(slope, rel=1e-5)
+
+
 def test_autocast_around_a_walk():
     """Weights that the first pass of a trunk casts without a graph are cast again in the next pass."""
     batch = packed()
@@ -321,6 +352,32 @@ def test_values_whose_backward_is_a_walk(budget):
         dualkv.walk_values(dualkv.pack_sequences([[1, 2]], [[0, 0]]), budget, forward, values)
 
 
+def test_first_trunks_wait_for_the_gradients():
+    """A prompt in two trunks runs without a graph once, not in both walks; other trunks do in both."""
+    batch, model = dualkv.pack_sequences(*group(9, [3, 9, 9])), enable(make_model()).train()
+    ran = []
+
+    def forward(ids, branch):
+        ran.append((branch.part.index, torch.is_grad_enabled()))
+        return forward_of(model)(ids, branch)
+
+    def values(hidden, part):
+        return part.expand(dualkv.response_logprobs(hidden, model.lm_head.weight, part)[0])
+
+    trunks = {part.index: part.path_rows for part in plan_parts(batch, 5) if part.is_trunk}
+    assert [rows for rows in trunks.values() if rows < 9] == [0, 5]
+    assert len(trunks) > 2
+    found = dualkv.walk_values(batch, 5, forward, values)
+    first = found.detach().clone()
+    for times in (1, 2):
+        ran.clear()
+        found.pow(2).sum().backward(retain_graph=True)
+        for index, rows in trunks.items():
+            assert ran.count((index, False)) == (rows >= 9 or times == 2), "a second backward finds none"
+            assert ran.count((index, True)) == 1
+    assert torch.equal(found, first)
+
+
 def test_another_mode_in_the_backward_is_refused():
     batch, model = packed(), enable(make_model()).train()
 
@@ -358,3 +415,53 @@ def test_parameters_that_change_within_a_walk_are_refused():
 
 
 # ---------------------------------------------------------------- updates
+@pytest.mark.parametrize("family", [*DENSE, *test_recurrent.there("qwen3_5_text", "nemotron_h", "minimax")])
+def test_updates_are_those_of_separate_sequences(family):
+    """Two updates by AdamW: plain transformers on separate sequences, one packed row, and walks."""
+    batch = packed()
+    sequences = [ids.tolist() for ids in batch.unpack_sequences(batch.input_ids)]
+    weights = weights_of(batch, torch.float32) / 30
+    starts = [0, *torch.tensor(batch.trained_lens).cumsum(0).tolist()]
+    masks = torch.from_numpy(batch._mask).split(batch._lens.tolist())
+
+    def separate(model):
+        found = []
+        for ids, mask, at, end in zip(sequences, masks, *(starts[:-1], starts[1:]), strict=True):
+            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1]
+            logp = logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+            found.append(logp[mask[1:]])
+            (found[-1] * weights[at:end]).sum().backward()
+        return torch.cat(found).detach()
+
+    def one_row(model):
+        logp, _ = dualkv.response_logprobs(
+            forward_of(model)(batch.input_ids, batch.layout), model.lm_head.weight, batch
+        )
+        values = torch.cat(batch.unpack(logp))
+        (values * weights).sum().backward()
+        return values.detach()
+
+    def by_parts(model, budget):
+        found = torch.empty_like(weights)
+        walked(model, batch, weights, budget, found)
+        return found
+
+    def updated(run, ready=lambda model: model):
+        model = make_model(family) if family in DENSE else test_recurrent.make(family)
+        ready(model.train())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
+        logp = []
+        for _ in range(2):
+            logp.append(run(model))
+            optimizer.step()
+            optimizer.zero_grad()
+        return logp, {name: p.detach() for name, p in model.named_parameters()}
+
+    wanted, after = updated(separate)
+    small = dualkv.Memory(10**5, dualkv.RowCosts(kept=1000, path=100, graph=9000, recomputed=4000))
+    for name, run in (("packed", one_row), *((str(b), partial(by_parts, budget=b)) for b in (3, 7, small))):
+        logp, moved = updated(run, enable)
+        for step, (found, expected) in enumerate(zip(logp, wanted, strict=True)):
+            assert_close(f"{name}: log-probs {step}", found, expected, 1e-5)
+        for parameter, expected in after.items():
+            assert_close(f"{name}: {parameter}", moved[parameter], expected, 1e-4)
