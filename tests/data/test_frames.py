@@ -13,6 +13,7 @@ import dualkv
 from dualkv import Layout, grpo, pack, pack_sequences, plan_sequences
 from dualkv.data import trees
 from dualkv.data.trees import PackedSequences
+from dualkv.prefixes import shared_prefixes
 from tests.strategies import examples
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=6)
@@ -201,6 +202,20 @@ def test_a_soft_budget_gives_long_sequences_a_micro_batch(sequences, budget, min
     else:
         with pytest.raises(ValueError, match=f"budget is {budget}"):
             plan_sequences(sequences, budget, min_shared=min_shared)
+
+
+@examples(60)
+@given(SEQUENCES, st.integers(1, 8))
+def test_a_soft_budget_repeats_as_little_as_possible(sequences, budget):
+    shared = shared_prefixes([np.array(s) for s in sequences])
+    found = []
+    for cuts in itertools.product([False, True], repeat=len(sequences) - 1):
+        runs = np.split(shared.order, 1 + np.flatnonzero(cuts))
+        tokens = [shared.select(run).tokens for run in runs]
+        if all(n <= max(budget, shared.lengths[run].max()) for n, run in zip(tokens, runs, strict=True)):
+            found.append((sum(tokens), len(runs)))
+    tokens = [shared.select(run).tokens for run in shared.runs(budget, soft=True)]
+    assert (sum(tokens), len(tokens)) == min(found)
 
 
 def test_a_soft_budget_keeps_steps_of_a_long_rollout_together():

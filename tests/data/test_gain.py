@@ -62,6 +62,12 @@ def test_an_empty_segment_is_no_border():
     assert not pays_over(np.array([-1, 0, 0]), np.array([1, 100, 100]), longer)
 
 
+def test_nothing_shared_costs_nothing():
+    gain = Gain.of(group(0, 4, 50))
+    assert (gain.saved, gain.ratio, gain.borders) == (0, 1, 0)
+    assert not gain.pays
+
+
 def test_many_short_segments_cost_more_than_they_save():
     """Pairs of sequences share ever shorter parts of a long common one: deep, with next to nothing below."""
     base = np.arange(3000)

@@ -50,6 +50,15 @@ def check(plan, prompts, responses, budget, labels):
         assert m.tokens == packed <= budget
 
 
+def fewest_bins(costs, capacity, bins=()) -> int:
+    """The optimum, by trying everything."""
+    if not costs:
+        return len(bins)
+    first, rest = costs[0], costs[1:]
+    tries = {(*bins[:i], b + first, *bins[i + 1 :]) for i, b in enumerate(bins) if b + first <= capacity}
+    return min(fewest_bins(rest, capacity, t) for t in tries | {(*bins, first)})
+
+
 @settings(max_examples=200, deadline=None)
 @given(cases())
 def test_whole_groups_in_few_micro_batches(case):
@@ -69,6 +78,13 @@ def test_whole_groups_in_few_micro_batches(case):
             assert parts * room < 2 * (whole[g] - (budget - room))
     # So for micro-batches: fewer than twice the trivial bound.
     assert len(plan) == 1 or len(plan) * budget < 2 * sum(m.tokens for m in plan)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(30, 80))
+def test_not_more_micro_batches_than_first_fit_decreasing_allows(groups, budget):
+    plan = plan_micro_batches(groups, [[0]] * len(groups), budget)
+    assert len(plan) <= 11 / 9 * fewest_bins(tuple(groups), budget) + 6 / 9
 
 
 @settings(max_examples=200, deadline=None)

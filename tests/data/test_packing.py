@@ -152,7 +152,31 @@ def test_values_of_a_padded_batch_go_back_into_their_columns(case, style, data):
     assert torch.equal(batch.unpack(batch.targets, "padded", padding_value=7), ids)
 
 
+def test_padding_on_both_sides():
+    ids, mask = torch.tensor([[0, 8, 9, 0]]), torch.tensor([[0, 1, 1, 0]])
+    batch = pack_padded(ids, mask, ids, mask)
+    assert batch.unpack(batch.targets).pop().tolist() == [8, 9]
+    assert batch.unpack(batch.targets, "padded").tolist() == ids.tolist()
+
+
 PICTURE = {"pixel_values": torch.ones(4, 3), "image_grid_thw": torch.tensor([[1, 2, 2]])}
+
+
+@pytest.mark.parametrize("style", ["gather", "roll"])
+def test_equal_prompts_of_groups_are_packed_once(style):
+    """Equal prompts may be anywhere; values stay in the order of the input."""
+    prompts, responses = [[1, 2], [3, 4], [1, 2], [5]], [[[6], [7, 8]], [[9]], [[10, 11]], [[12]]]
+    batch = pack(prompts, responses, labels=style)
+    assert batch.layout.num_groups == 3
+    assert batch.targets.tolist() == [6, 7, 8, 9, 10, 11, 12]
+    assert as_lists(batch.unpack(batch.targets)) == [r for group in responses for r in group]
+    assert as_lists(batch.unpack_sequences(batch.input_ids)) == [
+        [*p, *r] for p, group in zip(prompts, responses, strict=True) for r in group
+    ]
+    there = batch.to("meta")
+    assert there.response_lens == batch.response_lens == [1, 2, 1, 2, 1]
+    same = pack(prompts[:2], [[[6], [7, 8], [10, 11]], [[9]]], labels=style)
+    assert batch.input_ids[0, : same.layout.num_tokens].tolist() == same.input_ids[0].tolist()
 
 
 def test_prompts_of_other_images_stay_apart():
@@ -160,6 +184,21 @@ def test_prompts_of_other_images_stay_apart():
     for media, groups in (([PICTURE, PICTURE], 1), ([PICTURE, other], 2), ([PICTURE, None], 2), (None, 1)):
         batch = pack([[1, 2, 3, 4], [1, 2, 3, 4]], [[[5]], [[6]]], media=media)
         assert batch.layout.num_groups == groups
+
+
+def test_both_styles_by_hand():
+    prompts, responses = [[1, 2, 3], [4]], [[[5, 6], [], [7]], [[8, 9]]]
+    gather = pack(prompts, responses)
+    assert gather.input_ids.tolist() == [[1, 2, 3, 5, 6, 7, 4, 8, 9]]
+    assert gather.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 0, 1, 2]]
+    assert gather.predict_rows.tolist() == [2, 3, 2, 6, 7]
+    assert gather.targets.tolist() == [5, 6, 7, 8, 9]
+    roll = pack(prompts, responses, labels="roll")
+    assert roll.input_ids.tolist() == [[1, 2, 3, 5, 6, 3, 3, 7, 4, 8, 9]]
+    assert roll.position_ids.tolist() == [[0, 1, 2, 3, 4, 2, 2, 3, 0, 1, 2]]
+    assert roll.predict_rows.tolist() == [2, 3, 6, 8, 9]
+    assert roll.labels.tolist() == [[-100, -100, 5, 6, -100, -100, 7, -100, 8, 9, -100]]
+    assert roll.layout.prompt_lens == [2, 0]
 
 
 @settings(max_examples=50, deadline=None)
@@ -242,7 +281,9 @@ def test_repr_says_what_it_holds():
 MASK = torch.ones(2, 2, dtype=torch.int64)
 BAD = {
     "empty prompt": (lambda: pack([[1], []], [[[2]], [[3]]]), ValueError, r"prompts\[1\] is empty"),
+    "empty prompt of a rollout": (lambda: pack([[1], [1], []], [[2], [3], [4]]), ValueError, r"prompts\[2\] is empty"),
     "group without responses": (lambda: pack([[1], [2]], [[[3]], []]), ValueError, r"responses\[1\] is empty"),
+    "only groups without responses": (lambda: pack([[1]], [[]]), ValueError, r"responses\[0\] is empty"),
     "no prompts": (lambda: pack([], []), ValueError, "prompts is empty"),
     "counts": (lambda: pack([[1], [2]], [[3]]), ValueError, "responses has 1 entries for 2 prompts"),
     "differ": (
@@ -256,15 +297,18 @@ BAD = {
         "prompts of rollouts 0 and 1 differ",
     ),
     "ids count": (lambda: pack([[1]], [[2]], group_ids=[1, 2]), ValueError, "group_ids has 2 entries for 1 rollouts"),
+    "ids scalar": (lambda: pack([[1]], [[2]], group_ids=torch.tensor(3)), ValueError, "group_ids has no entries"),
     "ids unhashable": (lambda: pack([[1]], [[2]], group_ids=[[1]]), TypeError, r"group_ids\[0\] is a list"),
     "ids and groups": (lambda: pack([[1]], [[[2]]], group_ids=[1]), ValueError, "responses is grouped already"),
     "mixed forms": (lambda: pack([[1], [2]], [[[2]], torch.tensor([2])]), TypeError, r"responses\[1\] is a Tensor"),
     "style": (lambda: pack([[1]], [[[2]]], labels="shift"), ValueError, "labels is 'shift'"),
     "floats": (lambda: pack([torch.tensor([1.0])], [[[2]]]), TypeError, r"prompts\[0\] must hold integers"),
+    "float list": (lambda: pack([[1]], [[[2.5]]]), TypeError, r"responses\[0\]\[0\] must hold integers"),
     "bools": (lambda: pack([torch.tensor([True])], [[[2]]]), TypeError, r"prompts\[0\] must hold integers"),
     "text": (lambda: pack("ab", [[1], [2]]), TypeError, "prompts is a str"),
     "rank": (lambda: pack([torch.ones(1, 2, dtype=torch.int64)], [[[2]]]), ValueError, r"prompts\[0\].*\(1, 2\)"),
     "padded to pack": (lambda: pack(MASK, MASK), ValueError, "pack_padded"),
+    "negative": (lambda: pack([[1], [2]], [[3], [-4]]), ValueError, "0 or more, got -4 .* rollout 1"),
     "negative prompt": (lambda: pack([[1], [-2], [1]], [[3], [4], [5]]), ValueError, "got -2 .* rollout 1"),
     "device": (
         lambda: pack([torch.tensor([1])], [[torch.ones(2, dtype=torch.int64, device="meta")]]),

@@ -138,10 +138,16 @@ LAYERS = RowCosts(98_304, 58_877, 1_829_720, 346_949, 23_553, 1, 0, (1_660_000, 
 HEAD = 3.745e9
 RECORDED = [  # rows of trunks, own rows of the largest part, whether layers keep all, with the head, bytes at the peak
     (24576, 8192, False, False, 5_686_390_272),
+    (24576, 4096, False, False, 4_766_870_016),
+    (24576, 4096, True, False, 10_674_096_640),
     (24576, 2048, True, False, 7_258_476_544),
+    (28672, 8192, False, False, 6_326_288_384),
+    (28672, 4096, True, False, 11_318_214_144),
     (65536, 8192, False, False, 12_093_320_704),
     (24576, 8192, False, True, 7_036_473_856),
+    (24576, 4096, False, True, 6_597_927_424),
     (24576, 2048, True, True, 9_789_874_688),
+    (28672, 2048, True, True, 10_182_607_360),
     (65536, 8192, False, True, 12_092_272_128),
 ]
 
@@ -150,6 +156,30 @@ RECORDED = [  # rows of trunks, own rows of the largest part, whether layers kee
 def test_bytes_of_a_pass_are_those_recorded(prompt, own, keeps_all, has_head, peak):
     limit = Memory(1, LAYERS._replace(head=HEAD))
     assert limit.of_pass(prompt, prompt, own, keeps_all, has_head) == pytest.approx(peak, rel=0.015)
+
+
+WALKED = [  # rows of trunks, of a part, whether layers keep all, seconds of layers
+    (24576, 8192, False, 2.734),
+    (24576, 4096, False, 2.891),
+    (24576, 2048, True, 2.567),
+    (28672, 8192, False, 3.103),
+    (28672, 2048, True, 2.958),
+]
+
+
+@pytest.mark.parametrize(("prompt", "own", "keeps_all", "seconds"), WALKED)
+def test_times_of_walks_are_those_recorded(prompt, own, keeps_all, seconds):
+    parts = plan_parts(dualkv.pack_sequences(*_of_shape(prompt, 16, 2048)), own)
+    found = costed(parts, Memory(2**62, LAYERS), keeps_all)
+    assert 6.2e-6 * found.time == pytest.approx(seconds, rel=0.03)
+
+
+def test_parts_that_keep_most_layers_beside_a_few_that_recompute():
+    """The record with the head has 2.85 s of 26 parts that keep all, and 3.03 s of three recomputed ones."""
+    batch = dualkv.pack_sequences(*_of_shape(24576, 16, 2048))
+    found = fitting(batch, Memory(13.3e9, LAYERS._replace(kv_heads=8, head=HEAD)))
+    assert all(part.keeps > 0.7 for part in found.parts)
+    assert 12 <= len(found.parts) <= 30
 
 
 @pytest.mark.parametrize(

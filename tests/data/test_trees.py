@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import dualkv
 from dualkv import Layout, pack, pack_sequences, plan_sequences
 from dualkv.data.packing import IGNORED
-from dualkv.data.trees import PackedSequences, tree_tokens
+from dualkv.data.trees import PackedSequences, tree_rows, tree_tokens
 from dualkv.prefixes import shared_prefixes
 from dualkv.segments import Segments
 from tests.strategies import examples
@@ -51,6 +51,21 @@ def test_every_sequence_is_a_path(sequences, min_shared):
     for up in {-1, *tree.parent.tolist()}:
         sources = tree.source[tree.parent == up]
         assert (np.diff(sources) > 0).all()
+
+
+@examples(100)
+@given(SEQUENCES, st.integers(1, 4), st.data())
+def test_some_of_the_sequences_are_a_tree_too(sequences, min_shared, data):
+    shared = shared_prefixes([np.array(s) for s in sequences]).at_least(min_shared)
+    chosen = np.array(data.draw(st.permutations(range(len(sequences))))[: data.draw(st.integers(1, len(sequences)))])
+    some = shared.select(chosen)
+    tree = some.tree()
+    assert some.tokens == tree.length.sum() <= shared.tokens
+    rows = np.split(tree_rows(tree), np.cumsum(some.lengths)[:-1])
+    tokens = tree_tokens(tree, [np.array(sequences[i]) for i in chosen])
+    assert [tokens[r].tolist() for r in rows] == [sequences[i] for i in chosen]
+    if min_shared == 1:
+        assert some.tokens == len(prefixes([sequences[i] for i in chosen]))
 
 
 @examples(100)
@@ -266,6 +281,50 @@ def test_one_label_a_row(sequences, min_shared, random):
     assert batch.to("meta").label_style == "roll"
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_one_label_a_row_takes_the_rows_of_pack(seed):
+    """Sharing prompts alone takes one row more for each response, one less for each prompt."""
+    rng = np.random.default_rng(seed)
+    prompts = [[p, *rng.integers(0, 9, n).tolist()] for p, n in enumerate(rng.integers(0, 6, 3))]
+    responses = [[[r, *rng.integers(0, 9, n).tolist()] for r, n in enumerate(rng.integers(0, 4, 3))] for _ in prompts]
+    packed = pack(prompts, responses, labels="roll")
+    batch = pack_sequences([p + r for p, group in zip(prompts, responses, strict=True) for r in group], labels="roll")
+    assert batch.layout == packed.layout or any(len(p) == 1 for p in prompts)
+    assert torch.equal(batch.input_ids, packed.input_ids)
+
+
+@pytest.mark.parametrize("labels", ["gather", "roll"])
+def test_attention_and_gradients_are_those_of_the_sequences_alone(labels):
+    """A shared token takes part in every sequence that passes it: gradients of all of them add up."""
+    torch.manual_seed(0)
+    sequences = [[5, 6, 7, 1, 2, 3], [5, 6, 7, 1, 2, 4, 4], [5, 6, 8], [5, 6, 7], [9, 9], [5, 6, 7, 1, 2, 3]]
+    masks = [[i >= 2 for i in range(len(s))] for s in sequences[:-2]] + [[False, True], [False] * 5 + [True]]
+    batch = pack_sequences(sequences, masks, labels=labels)
+    assert batch.layout.depth == 4
+    embedding, head = (torch.randn(10, 32, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    weights = torch.randn(sum(map(sum, masks)), dtype=torch.float64)  # as advantages: another one for every rollout
+
+    def hidden(ids, layout):
+        x = embedding[ids].view(-1, 4, 8)
+        k, v = x[:, :2] * 0.7, x[:, 2:] + 0.1
+        return dualkv.attention(x, k, v, layout).flatten(1)
+
+    logp, entropy = dualkv.response_logprobs(hidden(batch.input_ids[0], batch.layout), head, batch)
+    rows = [torch.cat(batch.unpack(x)) for x in (logp, entropy)]
+    got = torch.autograd.grad((weights * (rows[0] + 0.3 * rows[1])).sum(), (embedding, head))
+
+    want_logp, want_entropy = [], []
+    for s, mask in zip(sequences, masks, strict=True):
+        ids = torch.tensor(s)
+        z = torch.log_softmax(hidden(ids, Layout.from_lengths([len(s)], [[]])) @ head.T, -1)[:-1][mask[1:]]
+        want_logp.append(z.gather(1, ids[1:][mask[1:]][:, None])[:, 0])
+        want_entropy.append(-(z.exp() * z).sum(1))
+    want_rows = [torch.cat(want_logp), torch.cat(want_entropy)]
+    want = torch.autograd.grad((weights * (want_rows[0] + 0.3 * want_rows[1])).sum(), (embedding, head))
+    for a, b in zip((*rows, *got), (*want_rows, *want), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def dense_logps(embedding, head, ids):
     """[length - 1] log-probs of all tokens but the first of one sequence, by a small attention model."""
     x = embedding[ids].view(len(ids), 4, 8)
@@ -320,6 +379,26 @@ def test_policy_losses_are_those_of_the_rollouts_alone(algorithm, prompt_only):
         assert batch.layout.depth == 4
     got = loss_and_gradients(batch.unpack(packed_logps(embedding, head, batch)))
     for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_micro_batches_of_trees_add_up():
+    torch.manual_seed(2)
+    sequences = [[1, 2, *a, *b] for a in ([3], [4, 4]) for b in ([5], [6, 7], [8])]
+    embedding, head = (torch.randn(10, 32, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    weights = [torch.randn(len(s) - 1, dtype=torch.float64) for s in sequences]
+
+    def gradients(plan):
+        loss = torch.zeros((), dtype=torch.float64)
+        for run in plan:
+            batch = pack_sequences([sequences[i] for i in run])
+            rows = batch.unpack(packed_logps(embedding, head, batch))
+            loss = loss + sum((weights[i] * row).sum() for i, row in zip(run, rows, strict=True))
+        return torch.autograd.grad(loss, (embedding, head))
+
+    plan = plan_sequences(sequences, 7)
+    assert len(plan) > 2
+    for a, b in zip(gradients(plan), gradients([range(6)]), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
