@@ -160,6 +160,18 @@ def test_there_is_no_second_derivative():
         dq.sum().backward()
 
 
+def test_a_recorded_call_asks_the_schema_for_nothing(monkeypatch):
+    def walk(*args):
+        raise AssertionError("walks the schema")
+
+    monkeypatch.setattr("torch._library.utils.fill_defaults", walk)
+    layout = Layout.from_lengths([5], [[3, 2]])
+    q, k, v = qkv(layout)
+    dualkv.attention(q, k, v, layout).sum().backward()
+    with pytest.raises(AssertionError, match="walks the schema"):  # the op itself does: so the name is still PyTorch's
+        torch.ops.dualkv.fwd(q, k, v, layout.offsets, layout.parent, 1.0)
+
+
 def test_one_graph_serves_every_layout():
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
@@ -191,6 +203,20 @@ def test_autocast_casts_the_inputs_and_not_the_sums():
     assert torch.equal(lse, plain_lse)
     out.sum().backward()
     assert q.grad.dtype == torch.float32
+
+
+def test_under_autocast_errors_name_the_dtypes_that_came():
+    layout = Layout.from_lengths([3], [[2]])
+    q, k, v = qkv(layout, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        for tensors, names in (
+            ((q.double(), k, v), "k is torch.float32 and q is torch.float64"),
+            ((q, k.double(), v), "k is torch.float64 and q is torch.float32"),
+            ((q, k, v.double()), "v is torch.float64 and q is torch.float32"),
+            ((q, k, v.long()), "v is torch.int64"),
+        ):
+            with pytest.raises(TypeError, match=names):
+                dualkv.attention(*tensors, layout)
 
 
 def test_the_graph_outlives_the_layout():

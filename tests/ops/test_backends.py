@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
 
 import dualkv
 from codegen import packages, surface
@@ -92,6 +93,56 @@ def test_flex_is_traced_once_for_all_lengths(compiler):
     for features in ({"softcap": 2.0}, {"window": 3, "dlse": True}):
         against_the_oracle(flex, Layout.from_lengths([150, 300], [[3, 9, 5], [70]]), features)
     assert counters["stats"]["unique_graphs"] == graphs
+    whole = Layout.from_lengths([128], [[100, 28]])  # blocks
+    q, k, v, *_ = drawn(whole, {})
+    wide = [torch.cat([x, x, x], 1) for x in (q, k, v)]
+    shifted = [torch.cat([x.flatten(), x.flatten()[:1]])[1:].view(x.shape) for x in (q, k, v)]
+    flex.forward(q, k, v, whole._segments, 0.3)
+    graphs = counters["stats"]["unique_graphs"]
+    for laid_out in (
+        [x[:, : x.shape[1] // 3] for x in wide],
+        [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)],
+        shifted,
+    ):
+        flex.forward(*laid_out, whole._segments, 0.3)
+    padded = Layout.from_lengths([300], [[7]])
+    flex.forward(*drawn(padded, {})[:3], padded._segments, 0.3)
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
+def test_graphs_of_flex_have_no_annotations(compiler):
+    """Annotations keep PyTorch 2.11 from caching a compiled graph: every process would compile it again, with a
+    warning."""
+    graphs, typed = [], []
+
+    def look(graph, inputs):
+        modules = [m for m in graph.modules() if isinstance(m, torch.fx.GraphModule)]
+        graphs.extend(modules)
+        typed.extend(n for m in modules for n in m.graph.nodes if n.type is not None)
+        return graph.forward
+
+    compiler(aot_autograd(fw_compiler=look))
+    for features in ({}, {"window": 37, "softcap": 2.0}):
+        against_the_oracle(flex, GROUP, features)
+    assert len(graphs) > 4  # each has others of scores and masks in it
+    assert not typed
+
+
+def test_flex_is_compiled_for_its_heads_and_head_dims(compiler):
+    """FlexAttention's compiler takes powers of two of them: it fails where they are symbols."""
+    shapes = []
+
+    def note(graph, inputs):
+        given = [x.meta["example_value"] for x in graph.graph.find_nodes(op="placeholder")]
+        shapes.extend(x.shape for x in given if isinstance(x, torch.Tensor) and x.is_floating_point())
+        return graph
+
+    compiler(note)
+    against_the_oracle(flex, GROUP, {"window": 3, "dlse": True}, head_dim_v=24)
+    assert len(shapes) == 3 + 7
+    for shape in shapes:
+        assert isinstance(shape[2], torch.SymInt), shape
+        assert {type(n) for n in (*shape[:2], *shape[3:])} == {int}, shape
 
 
 # ---------------------------------------------------------------- cuDNN, by a stand-in
@@ -272,6 +323,20 @@ def test_the_surface_is_probed(monkeypatch):
             imports()
 
 
+def test_versions(monkeypatch):
+    def installed(version):
+        monkeypatch.setattr(packages, "found", lambda name: version)
+        return cudnn.not_installed()
+
+    assert installed("1.29.0") is installed("1.32.5") is installed("2.0") is None
+    without = "an environment without nvidia-cudnn-frontend 1.29 or newer ({}: pip install 'dualkv[cudnn]')"
+    assert installed("1.28.9") == without.format("found 1.28.9")
+    assert installed(None) == without.format("not installed")
+    assert [cudnn.head_dims(*pair) for pair in ((64, 128), (136, 128), (192, 136), (8, 256))] == [
+        (64, 128), (192, 128), (256, 256), (256, 256),
+    ]  # fmt: skip
+
+
 # ---------------------------------------------------------------- which one
 @pytest.fixture
 def gpu(monkeypatch):
@@ -393,6 +458,22 @@ def test_memory_that_ends_while_cudnn_compiles_is_no_refusal(monkeypatch):
     assert not compiling.failures
 
 
+def test_the_next_of_flex_is_flash(compiler, monkeypatch):
+    compiler(fails_to_compile)
+    q, k, v, *_ = drawn(GROUP, {})
+    served = {"refuses": lambda *call: None}
+    others = {
+        "flex": replace(backends.BACKENDS["flex"], **served),
+        "flash": replace(backends.BACKENDS["reference"], **served, what="the merged calls"),
+    }
+    monkeypatch.setattr(backends, "BACKENDS", backends.BACKENDS | others)
+    monkeypatch.setattr(backends, "order", lambda device: ("flex", "flash", "reference"))
+    monkeypatch.setattr(backends, "warn_once", lambda text: warned.append(text))
+    warned = []
+    dualkv.attention(q, k, v, GROUP)
+    assert warned[0].endswith("running the merged calls")
+
+
 @pytest.mark.parametrize(
     ("error", "raised", "kept"),
     [
@@ -413,6 +494,21 @@ def test_what_may_pass_is_tried_again(compiler, error, raised, kept):
         with pytest.raises(raised, match=str(error)):
             flex.forward(q, k, v, GROUP._segments, 0.3)
     assert (len(compiling.failures), len(tried)) == (kept, 2 - kept)
+
+
+def test_too_many_graphs_of_one_form_leave_the_others(compiler, monkeypatch):
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    def fails(*given):
+        raise FailOnRecompileLimitHit("8 graphs")
+
+    compiler("eager")
+    q, k, v, *_ = drawn(GROUP, {})
+    with monkeypatch.context() as patch:
+        patch.setattr(flex, "_compiled", lambda *key: fails)
+        with pytest.raises(compiling.NotCompiled, match="8 graphs"):
+            flex.forward(q, k, v, GROUP._segments, 0.3)
+    flex.forward(q, k, v, GROUP._segments, 0.3)
 
 
 def test_a_feature_that_a_backend_does_not_name_is_refused():
@@ -480,3 +576,22 @@ def test_the_argument_on_a_cpu(monkeypatch):
     with pytest.raises(ValueError, match="DUALKV_BACKEND is 'cudnn'"):
         dualkv.attention(q, k, v, TREE)
     assert doctor._served("CPU", torch.device("cpu"), torch.float32).what == "nothing"
+
+
+def test_the_doctor_says_why(gpu, monkeypatch):
+    def says(*given, dtype=torch.bfloat16):
+        q = gpu(*given, dtype=dtype)
+        monkeypatch.setattr(torch, "empty", lambda *size, **settings: q)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "the GPU")
+        return doctor._served("cuda:0", q.device, dtype)
+
+    assert says((9, 0)).why == "the GPU is a Hopper GPU"
+    found = says((10, 0))
+    assert found.what == "cuDNN's interval-mask attention"
+    assert found.why == "hopper does not serve compute capability 10.0"
+    found = says((10, 0), False)
+    assert found.what == "PyTorch's FlexAttention, compiled"
+    assert "without cuDNN" in found.why
+    assert says((8, 0)).what == "a composition of PyTorch's FlashAttention calls"
+    monkeypatch.setenv("DUALKV_BACKEND", "flex")
+    assert says((10, 0)) == doctor.Runs("cuda:0", "PyTorch's FlexAttention, compiled", "DUALKV_BACKEND is 'flex'")

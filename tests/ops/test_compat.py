@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import dualkv
 from dualkv.ops import compat
 from dualkv.ops.compat import flash_attn_dualkv_varlen_func
 from tests.strategies import LENGTH
@@ -110,6 +111,48 @@ def test_edges(name, causal):
     check(*EDGES[name], causal)
 
 
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 256])
+def test_head_dims_and_scale(head_dim):
+    for causal in (True, False):
+        check(*EDGES["responses"], causal, head_dim=head_dim, scale=0.3)
+
+
+def test_gradcheck():
+    for causal in (True, False):
+        lens = [3, 2], 3, [2, 1]
+        tensors = inputs(*lens, heads=2, kv_heads=1, head_dim=8)
+        torch.autograd.gradcheck(lambda *x, lens=lens, causal=causal: call(x, *lens, causal=causal), tensors)
+
+
+def test_packed_rollouts_are_one_call_and_no_more():
+    """No padding and no gathering: the answer is dualkv.attention's, bit for bit."""
+    q_lens, context, k_lens = EDGES["packed"]
+    q, kc, vc, kd, vd = inputs(q_lens, context, k_lens, dtype=torch.float32)
+    place = placement(q_lens, context, k_lens)
+    assert place.query_rows is None
+    assert place.key_rows is None
+    layout = dualkv.Layout.from_lengths([context], [k_lens])
+    assert place.layout == layout
+    plain = dualkv.attention(q, torch.cat([kc, kd]), torch.cat([vc, vd]), layout)
+    assert torch.equal(call((q, kc, vc, kd, vd), q_lens, context, k_lens), plain)
+
+
+def test_rows_nobody_asks_for_are_few():
+    """A call computes few rows of the packed group besides its answer."""
+
+    def unasked(name):
+        return placement(*EDGES[name]).layout.num_tokens - sum(EDGES[name][0])
+
+    assert unasked("packed") == 0
+    assert unasked("responses") == 9
+    assert unasked("the prompt's last token in front of each") == 8
+    assert unasked("all positions of all") == 0
+    asks = {name: placement(*EDGES[name]).layout._segments.silent is None for name in EDGES}
+    assert asks["packed"]
+    assert not asks["responses"], "the prompt's rows are there, and kernels leave them out"
+    assert not asks["the prompt's last token in front of each"]
+
+
 def test_keys_that_many_sequences_copy_get_their_gradient_in_fp32():
     """300 copies of one context token: sums in bf16 would stop growing after 256."""
     n = 300
@@ -148,6 +191,28 @@ def test_it_can_be_part_of_a_compiled_function():
 def as_on_a_device(monkeypatch):
     """Length tensors are taken for tensors on a GPU: read once, and compared in every call."""
     monkeypatch.setattr(compat, "_on_device", lambda x: isinstance(x, torch.Tensor))
+
+
+def test_lengths_on_a_device_are_read_again_after_a_write(as_on_a_device, monkeypatch):
+    reads = []
+    read = compat.cumulative_array
+    monkeypatch.setattr(compat, "cumulative_array", lambda name, x: reads.append(name) or read(name, x))
+
+    def lengths(cu):
+        return compat._lengths("cu", cu, torch.device("cpu")).tolist()
+
+    cu = torch.tensor([0, 3, 5], dtype=torch.int32)
+    for _ in range(3):
+        assert lengths(cu) == [3, 2]
+    assert len(reads) == 1
+    cu[1] = 4
+    assert lengths(cu) == [4, 1]
+    assert len(reads) == 2
+    with torch.inference_mode():
+        frozen = torch.tensor([0, 3, 5], dtype=torch.int32)
+        for _ in range(2):
+            assert lengths(frozen) == [3, 2]
+    assert len(reads) == 4
 
 
 STALE = [name for name, (q_lens, _, _) in EDGES.items() if len(q_lens) > 1 and sum(q_lens)]
@@ -200,6 +265,17 @@ def test_a_write_that_pytorch_counts_and_a_new_tensor_bring_new_lengths(as_on_a_
         run(cu.clone())
     cu.copy_(cumulative(q_lens))
     assert torch.equal(run(cu), call(tensors, q_lens, context, k_lens))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_lengths_on_the_cpu_are_read_in_every_call(causal):
+    (q_lens, context, k_lens), other = EDGES["responses"], ([4, 3, 5], 9, [4, 3, 5])
+    tensors, (cu, cu_k) = inputs(q_lens, context, k_lens), map(cumulative, (q_lens, k_lens))
+    for lens in ((q_lens, context, k_lens), other):
+        cu.data.copy_(cumulative(lens[0]))
+        cu_k.data.copy_(cumulative(lens[2]))
+        out = flash_attn_dualkv_varlen_func(*tensors, cu, cu_k, 5, context, 5, causal=causal)
+        assert torch.equal(out, call(tensors, *lens, causal=causal))
 
 
 def test_lengths_on_another_device_are_refused(as_on_a_device):

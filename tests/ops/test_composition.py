@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dualkv import Layout
-from dualkv.ops import composition
+from dualkv.ops import backends, composition
 from dualkv.ops.features import Features, Window
 from tests import oracle, strategies
 
@@ -188,6 +188,14 @@ def test_the_switch_is_strict_for_the_backward(deterministic, before, monkeypatc
     assert set(seen) == {(True, False) if deterministic else before}
 
 
+def test_a_cap_goes_to_another_backend(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    q = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda"), shape=(5, 4, 64))
+    flash = backends.BACKENDS["flash"]
+    assert flash.unsupported(q, q) is None
+    assert flash.unsupported(q, q, Features(softcap=50.0)) == "softcap"
+
+
 def test_many_short_pieces_are_several_calls():
     layout = Layout.from_lengths([5000], [[10]])
     calls = composition.parts(layout._segments, torch.device("cpu"), Window(chunk=1))
@@ -242,6 +250,29 @@ def test_sums_in_16_bits_are_rounded_once(window, levels, copied, with_dlse, mon
         for grad, one in zip(got, sums, strict=True):
             # Half a unit in bf16's last place. fp32's own rounding of the sum, whose terms may cancel, is below 1e-5.
             assert ((grad - one).abs() <= 2**-8 * one.abs() + 1e-5).all()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "parent", "copied"),
+    [
+        ([10, 90, 90], [-1, 0, 0], [False] * 2),
+        # Three levels, of which the first is empty: two, in fact.
+        ([0, 10, 90, 90], [-1, 0, 1, 1], [False] * 3),
+        # As many copies as rows to merge, at each level, and 60 rows to merge of 40.
+        ([10] * 4, [-1, 0, 1, 2], [True, True, True, False]),
+        # Copies of 10 four times for 115 rows, of 90 three times for 25, of 5 twice for 20: 135 rows to merge of 125.
+        ([10, 90, 5, 10, 10], [-1, 0, 1, 2, 2], [True, False, True, False]),
+        # Three copies of 40 for 110 rows, two of 30 for 80: 80 rows to merge of 150.
+        ([40, 30, 40, 40], [-1, 0, 1, 1], [False] * 3),
+        # An empty segment takes no copies: three of 30 for 110 rows, 190 rows to merge of 140.
+        ([30, 0, 30, 40, 40], [-1, 0, 0, 2, 2], [True, True, False]),
+        # A small tree beside large groups of two levels changes nothing for them.
+        ([100, 500, 500, 1, 1, 1], [-1, 0, 0, -1, 3, 4], [False] * 3),
+    ],
+)
+def test_levels_with_few_keys_are_copied(lengths, parent, copied):
+    segments = Layout.from_segments(np.cumsum([0, *lengths]).tolist(), parent)._segments
+    assert composition._copied(segments).tolist() == copied
 
 
 def test_copies_of_a_deep_tree_are_bounded():

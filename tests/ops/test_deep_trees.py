@@ -6,11 +6,13 @@ import random
 import time
 
 import numpy as np
+import pytest
 import torch
 
 from dualkv import Layout, attention
 from dualkv.ops import composition
 from tests import oracle
+from tests.ops.test_composition import DENSE
 
 DEPTH, SEGMENTS = 64, 10_000
 
@@ -70,6 +72,17 @@ def test_the_reference_is_right_and_repeats():
     for got, again, expected in zip(*runs, want, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
         assert torch.equal(got, again)
+
+
+def test_the_composition_is_right(monkeypatch: pytest.MonkeyPatch):
+    layout = deep_tree(SEGMENTS // 10, seed=1)
+    assert layout.depth == DEPTH
+    q, k, v, dout = inputs(layout, torch.float32)
+    monkeypatch.setattr(composition, "aten", DENSE)
+    out, lse = composition.forward(q, k, v, layout._segments, 0.3)
+    *grads, _ = composition.backward(dout, q, k, v, out, lse, layout._segments, 0.3, deterministic=True)
+    for got, expected in zip((out, lse, *grads), of_paths(layout, q, k, v, dout, 0.3), strict=True):
+        assert (got - expected).abs().max() <= 3e-5 * max(1.0, expected.abs().max().item())
 
 
 def test_the_host_is_quick():

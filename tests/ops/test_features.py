@@ -15,6 +15,7 @@ from dualkv.ops.features import Window
 from tests import strategies
 from tests.dispatched import Dispatched
 from tests.ops.test_attention import BOUND, check, qkv
+from tests.ops.test_gradients import asked_of_backward
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
 
@@ -53,6 +54,41 @@ def test_gradcheck(layout, features):
         return dualkv.attention(q, k, v, layout, sinks=sinks, return_lse=True, **features)
 
     torch.autograd.gradcheck(attend, (*qkv(layout, 2, 1, 8, head_dim_v=16), sinks), fast_mode=True)
+
+
+def test_parts_merge_and_a_sink_belongs_to_one():
+    """A prompt and what follows it, apart: attention over the prompt by hand, over each response by a layout."""
+    layout, P = Layout.from_lengths([6], [[4, 3]]), 6
+    alone = Layout.from_lengths([4, 3], [[], []])
+    sinks = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    q, k, v = qkv(layout)
+    out, lse = dualkv.attention(q, k, v, layout, sinks=sinks, return_lse=True)
+    own, own_lse = dualkv.attention(q[P:], k[P:], v[P:], alone, sinks=sinks, return_lse=True)
+    key, value = (x[:P].repeat_interleave(3, 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q[P:], key) * 0.25
+    context, context_lse = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value), scores.logsumexp(-1)
+    whole = torch.logaddexp(own_lse, context_lse)
+    merged = sum(
+        part * (of - whole).exp().T[..., None] for part, of in ((own, own_lse), (context, context_lse))
+    )  # fmt: skip
+    torch.testing.assert_close(merged, out[P:])
+    torch.testing.assert_close(whole, lse[:, P:])
+    dout, dlse = torch.randn_like(merged), torch.randn_like(whole)
+    leaves = q, k, v, sinks
+    want = torch.autograd.grad((out[P:], lse[:, P:]), leaves, (dout, dlse))
+    torch.testing.assert_close(torch.autograd.grad((merged, whole), leaves, (dout, dlse)), want)
+
+
+def test_a_nan_stays_in_its_response_and_in_the_keys_that_it_sees():
+    leaves = *qkv(LAYOUT), torch.randn(6, dtype=torch.float64, requires_grad=True)
+    clean = torch.autograd.grad(step(*leaves), leaves)
+    broken = [x.detach().clone().requires_grad_() for x in leaves]
+    with torch.no_grad():
+        broken[1][5:8] = float("nan")  # keys of the first response, which sees the prompt's rows 3 and 4
+    for name, got, want in zip("qkv", torch.autograd.grad(step(*broken), broken), clean, strict=False):
+        assert got[5:8].isnan().any()
+        for rows in (slice(0, 5 if name == "q" else 3), slice(8, None)):
+            torch.testing.assert_close(got[rows], want[rows])
 
 
 # ---------------------------------------------------------------- what is paid
@@ -104,6 +140,28 @@ def test_a_batch_invariant_call_keeps_a_window_that_hides_nothing_here(monkeypat
     q, k, v = qkv(TREE)
     dualkv.attention(q, k, v, TREE, window=2**20, batch_invariant=True).sum().backward()
     assert [(x.window, x.batch_invariant) for x in seen] == [(2**20, True)]
+
+
+def test_backwards_get_what_is_asked(monkeypatch):
+    """A gradient of lse where there is one; of q, k and v those that are needed, dq at least."""
+    calls, real = [], reference.backward
+
+    def backward(**call):
+        calls.append((call["dout"].any().item(), call["dlse"] is not None))
+        return real(**call)
+
+    monkeypatch.setattr(reference, "backward", backward)
+    q, k, v = qkv(LAYOUT)
+    sinks = torch.zeros(6, requires_grad=True)
+    out, lse = dualkv.attention(q, k, v, LAYOUT, sinks=sinks, return_lse=True)
+    for loss in (out.sum(), lse.sum(), out.sum() + lse.sum()):
+        loss.backward(retain_graph=True)
+    assert calls == [(True, False), (False, True), (True, True)]
+    assert sinks.grad.dtype == torch.float32
+    fixed, alone = [x.detach() for x in (q, k, v)], sinks.detach().bfloat16().float().requires_grad_()
+    assert asked_of_backward(lambda: dualkv.attention(*fixed, LAYOUT, sinks=alone).sum().backward()) == ["q"]
+    want = torch.autograd.grad(dualkv.attention(q, k, v, LAYOUT, sinks=alone).sum(), alone)[0]
+    assert torch.equal(alone.grad, want)
 
 
 # ---------------------------------------------------------------- transforms

@@ -8,17 +8,22 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from codegen import store
-from codegen.spec import backward_specs, forward_spec
+from codegen.spec import GRADIENTS, backward_specs, forward_spec
+from codegen.tiles import FEW_KEYS_COST, FEW_KEYS_ROWS, FEW_KEYS_WALK, forward_tile
+from cute_kernels.abi import LOCKS, STAT_COLUMNS, BackwardFields
+from cute_kernels.abi import ForwardFields as items
 from dualkv import Layout
 from dualkv.ops import dispatch, hopper, tensors
 from dualkv.ops.features import Features, Window
+from dualkv.ops.plan import backward as plan_backward
 from dualkv.ops.plan import forward as plan_forward
 from dualkv.ops.plan import paths as plan_paths
 from dualkv.segments import segments_of
+from tests.strategies import binary_tree
 from tools.process import ROOT
 
 
@@ -84,6 +89,7 @@ def test_each_device_has_its_own_plan_of_a_layout(launches, monkeypatch):
 
 
 groups = st.lists(st.tuples(st.integers(0, 200), st.lists(st.integers(0, 200), max_size=5)), min_size=1, max_size=6)
+SPLIT = [(1500, [100] * 3)]  # 34 query heads of one KV head: key blocks whose queries are split
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -98,10 +104,274 @@ def test_one_kernel_serves_every_length(launches, lens):
     assert len(launches.loaded) == len({(4, 64), (6, 48), (17, 128)})
 
 
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(groups, st.booleans(), st.sampled_from(GRADIENTS))
+@example(SPLIT, False, "qkv")
+@example(SPLIT, True, "qkv")
+@example(SPLIT, True, "q")
+@example(SPLIT, True, "v")
+def test_the_backward_hands_its_kernels_whole_workspaces(launches, lens, deterministic, gradients):
+    """Sizes as the kernels' docstrings ask. Over all examples, a head dim loads its kernels, each way, once."""
+    layout = Layout.from_lengths([p for p, _ in lens], [r for _, r in lens])
+    tokens = layout.num_tokens
+    if not tokens:
+        return
+    for heads, kv_heads, head_dim, head_dim_v in ((4, 1, 64, 64), (34, 1, 64, 64), (6, 3, 136, 136), (16, 1, 192, 128)):
+        specs = backward_specs("bf16", head_dim, deterministic, gradients, head_dim_v=head_dim_v)
+        tile, native = specs.main.tile, specs.main.head_dim
+        inputs = random_backward(tokens, heads, kv_heads, head_dim, head_dim_v=head_dim_v)
+        launches.clear()
+        dq, dk, dv, _ = hopper.backward(
+            *inputs, segments(layout), 0.125, deterministic=deterministic, gradients=gradients
+        )
+        plan = plan_backward.backward_work(segments(layout), tile, heads, kv_heads, 132, tile.deterministic)
+        assert [spec for spec, _ in launches] == [
+            spec for spec in specs.present if spec.operation != "bwd_sum" or plan.num_partials
+        ]
+        called = {spec.operation: arguments for spec, arguments in launches}
+        dout, q, k, v, out, lse = inputs
+        assert_same(called["bwd_preprocess"][:3], (out, dout, lse))
+        *_, stats, dq_sums, locks, scale = called["bwd_preprocess"]
+        blocks = -(-tokens // tile.tile_m)
+        assert scale == 0.125
+        assert stats.shape == (heads, blocks * tile.tile_m * STAT_COLUMNS)
+        assert dq_sums.shape == (heads * blocks * tile.tile_m * native if "q" in gradients else 0,)
+        assert (stats.dtype, dq_sums.dtype) == (torch.bfloat16, torch.float32)
+        assert locks.dtype == torch.int32
+        locked = "q" in gradients and (deterministic or native <= 128)
+        assert locks.numel() == (heads * blocks * LOCKS + 1 if locked else 0)
+        partials, work, visible_end = (called["bwd"][i] for i in (8, 10, 11))
+        assert_same(called["bwd"], (q, k, v, dout, stats, dk, dv, dq_sums, partials, locks, work, visible_end, 0.125))
+        assert partials.numel() == (
+            plan.num_partials * tile.partial_floats(*specs.main.head_dims) if gradients != "q" else 0
+        )
+        assert partials.numel() <= tokens * heads * native / 4
+        assert np.array_equal(work.numpy(), plan.items)
+        assert visible_end.dtype == torch.int32
+        assert visible_end.tolist() == segments(layout).visible_end.tolist()
+        assert plan.num_partials or lens != SPLIT or heads != 34
+        if plan.num_partials and gradients != "q":
+            assert np.array_equal(called["bwd_sum"][1].numpy(), plan.sums)
+            assert_same(called["bwd_sum"][::2], (partials, dk))
+            assert called["bwd_sum"][3] is dv
+        if "q" in gradients:
+            assert_same(called["bwd_postprocess"], (dq_sums, locks, dq, 0.125))
+        for name, grad, x in (("q", dq, q), ("k", dk, k), ("v", dv, v)):
+            shape = x.shape if name in gradients else (0,)
+            assert (grad.shape, grad.dtype, grad.is_contiguous()) == (shape, x.dtype, True)
+    assert len(launches.loaded) <= 3 * 2 * 4 * len(GRADIENTS)
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_the_backward_hands_its_kernels_the_arguments_of_features(launches, head_dim):
+    layout = Layout.from_lengths([300], [[77, 200]])
+    tokens, seg = layout.num_tokens, segments(layout)
+    inputs, sinks, by_row = random_backward(tokens, 4, 2, head_dim), torch.randn(4), torch.randn(tokens, 4)
+    tile = backward_specs("bf16", head_dim, features=("window", "softcap")).main.tile
+    blocks = -(-tokens // tile.tile_m)
+    *_, dsinks = hopper.backward(*inputs, seg, 0.125, Features(40, None, sinks, 30.0), by_row.t())
+    called = {spec.operation: (spec.features, arguments) for spec, arguments in launches}
+    features, arguments = called["bwd_preprocess"]
+    assert features == ("sinks", "dlse")
+    assert len(arguments) == 10
+    assert arguments[7] is sinks
+    assert arguments[8].shape == (4, blocks)
+    assert torch.equal(arguments[9], by_row.t())
+    assert arguments[9].is_contiguous()
+    assert dsinks.shape == (4,)
+    features, arguments = called["bwd"]
+    assert features == ("window", "softcap")
+    table, position, end_position, softcap = arguments[13:]
+    assert arguments[10][:, BackwardFields.BLOCK_END].max() == len(table)
+    assert position.shape == (blocks * tile.tile_m,)
+    assert (position[:tokens] < end_position).all()
+    assert (end_position <= position[:tokens] + 40).all()
+    assert softcap == 30.0
+    launches.clear()
+    hopper.backward(*inputs, seg, 0.125, Features(softcap=30.0))
+    assert launches[1][1][13:] == (30.0,)
+    assert len(launches[0][1]) == 7
+
+
+@pytest.mark.parametrize(
+    ("lengths", "kv_heads", "few"),
+    [
+        (([200] * 128, [[150] * 8] * 128), 8, True),
+        (([100] * 16, [[1000] * 16] * 16), 8, True),
+        (([1200] * 24, [[800] * 8] * 24), 8, True),
+        (([600] * 2, [[400] * 8] * 2), 8, False),  # few rows
+        (([600] * 64, [[400] * 8] * 64), 1, True),
+        (([600] * 32, [[400] * 8] * 32), 1, False),
+        (([2400] * 8, [[1600] * 8] * 8), 8, True),
+        (([100] * 4, [[8000]] * 4), 8, True),
+        (([4096] * 4, [[2048] * 8] * 4), 8, False),  # long prompts
+        (([8192], [[2048] * 32]), 8, False),
+    ],
+)
+def test_layouts_whose_rows_see_few_keys(lengths, kv_heads, few):
+    seg = segments(Layout.from_lengths(*lengths))
+    assert hopper.few_keys_backward(seg, kv_heads, None) == few
+    assert not hopper.few_keys_backward(seg, kv_heads, Window(128))
+    assert not hopper.few_keys_backward(seg, kv_heads, Window(chunk=10**6))
+
+
+def test_where_few_keys_begin_and_end():
+    for rows in (FEW_KEYS_ROWS // 8 - 1, FEW_KEYS_ROWS // 8):
+        seg = segments(Layout.from_lengths([1] * rows, [[]] * rows))
+        assert hopper.few_keys_backward(seg, 8, None) == (rows * 8 == FEW_KEYS_ROWS)
+    found = []
+    for length in range(1280, 8000, 1280):  # blocks of 80 rows begin with the segment
+        of_two, alone = (sum(-(-(length - key) // 80) for key in range(0, length, keys)) for keys in (256, 128))
+        seg = segments(Layout.from_lengths([length] * 64, [[]] * 64))
+        assert hopper.few_keys_backward(seg, 8, None) == (2 * of_two >= FEW_KEYS_WALK * alone)
+        found.append(hopper.few_keys_backward(seg, 8, None))
+    assert set(found) == {False, True}
+    for leaves, few in ((10, True), (1000, False)):
+        tree = Layout.from_segments(*binary_tree(5, 3000, leaves))
+        assert hopper.few_keys_backward(segments(tree), 64, None) == few
+
+
+@pytest.mark.parametrize("gradients", ["qkv", "q", "kv"])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 120, 128])
+def test_the_backward_of_few_keys_has_a_tile_of_its_own(launches, monkeypatch, head_dim, deterministic, gradients):
+    """Every kernel of the call and its plan has the tile. Each kind of layouts loads its kernels once."""
+    monkeypatch.setattr(hopper, "FEW_KEYS_ROWS", 2 * 400)
+    monkeypatch.setattr(hopper, "FEW_KEYS_WALK", 1.16)
+    for prompt, responses, few in [
+        (100, [77], False),
+        (200, [50] * 4, True),
+        (600, [60] * 4, False),
+        (10, [300, 100], True),
+    ] * 2:
+        layout = Layout.from_lengths([prompt], [responses])
+        seg = segments(layout)
+        launches.clear()
+        inputs = random_backward(layout.num_tokens, 34, 2, head_dim)
+        hopper.backward(*inputs, seg, 0.1, deterministic=deterministic, gradients=gradients)
+        specs = backward_specs("bf16", head_dim, deterministic, gradients, few_keys=few)
+        tile = specs.main.tile
+        made = plan_backward.backward_work(seg, tile, 34, 2, 132, tile.deterministic)
+        assert [spec for spec, _ in launches] == [
+            spec for spec in specs.present if spec.operation != "bwd_sum" or made.num_partials
+        ]
+        called = {spec.operation: arguments for spec, arguments in launches}
+        assert np.array_equal(called["bwd"][10].numpy(), made.items)
+        if gradients != "q":
+            assert called["bwd"][8].numel() == made.num_partials * tile.partial_floats(*specs.main.head_dims)
+    kinds = [backward_specs("bf16", head_dim, deterministic, gradients, few_keys=few) for few in (False, True)]
+    assert len(launches.loaded) == sum(len(specs.present) for specs in kinds)
+
+
+def test_windows_and_softcapping_keep_their_tile_where_rows_see_few_keys(launches, monkeypatch):
+    monkeypatch.setattr(hopper, "FEW_KEYS_ROWS", 0)
+    layout = Layout.from_lengths([300], [[77, 200]])
+    inputs = random_backward(layout.num_tokens, 4, 2, 128)
+    for features in (Features(window=40), Features(softcap=30.0)):
+        launches.clear()
+        hopper.backward(*inputs, segments(layout), 0.1, features)
+        assert launches[1][0] == backward_specs("bf16", 128, features=features.names).main
+        assert launches[1][0].tile.cluster == 2
+
+
+@pytest.mark.parametrize(
+    ("lengths", "kv_heads", "ratios"),
+    [
+        (([200] * 128, [[150] * 8] * 128), 8, (1, 2)),  # GQA ratios that take CTAs without clusters, of 1, 2, 4 and 8
+        (([200] * 128, [[150] * 8] * 128), 1, (1, 2)),
+        (([200] * 32, [[150] * 8] * 32), 1, ()),  # few rows
+        (([610] * 64, [[390, 430] * 4] * 64), 8, (1, 2)),
+        (([2400] * 8, [[1600] * 8] * 8), 8, ()),
+        (([4096] * 4, [[2048] * 8] * 4), 8, ()),
+        (([8192], [[2048] * 32]), 8, ()),
+    ],
+)
+def test_layouts_whose_clusters_see_other_keys(lengths, kv_heads, ratios):
+    seg = segments(Layout.from_lengths(*lengths))
+    assert tuple(r for r in (1, 2, 4, 8) if hopper.few_keys_forward(seg, 128, r, kv_heads)) == ratios
+    for head_dim, of_v in ((64, None), (192, None), (256, None), (512, None)):
+        assert not hopper.few_keys_forward(seg, head_dim, 1, kv_heads, of_v), "which have no tile for it"
+    assert hopper.few_keys_forward(seg, 192, 1, kv_heads, 128) == (1 in ratios)
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(96, 96), (120, 120), (192, 128)])
+def test_the_forward_of_few_keys_has_a_kernel_and_a_plan_of_its_own(launches, monkeypatch, head_dim, head_dim_v):
+    monkeypatch.setattr(hopper, "FEW_KEYS_ROWS", 2 * 400)
+    for lengths, few in (
+        (([100], [[77]]), False),
+        (([9000], [[64] * 3]), False),
+        (([40] * 9, [[60] * 4] * 9), True),
+    ) * 2:
+        layout = Layout.from_lengths(*lengths)
+        seg = segments(layout)
+        launches.clear()
+        hopper.forward(*random_inputs(layout.num_tokens, 4, 2, head_dim, head_dim_v=head_dim_v), seg, 0.1)
+        ((spec, arguments),) = launches
+        assert spec == forward_spec("bf16", head_dim, 2, head_dim_v=head_dim_v, few_keys=few)
+        assert spec.tile.cluster == 2 - few
+        expected = plan_forward.forward_work(seg, spec.tile.tokens(2), spec.tile.tile_n)
+        assert np.array_equal(arguments[5].numpy(), expected)
+    assert len(launches.loaded) == 2
+
+
+def test_trees_windows_and_softcapping_keep_their_forward_where_clusters_see_other_keys(launches, monkeypatch):
+    monkeypatch.setattr(hopper, "FEW_KEYS_ROWS", 0)
+    monkeypatch.setattr(hopper, "FEW_KEYS_COST", 0)
+    two, three = Layout.from_lengths([300], [[77, 200]]), Layout.from_segments([0, 300, 377, 577], [-1, 0, 1])
+    for layout, features in (
+        (two, Features()),
+        (two, Features(window=40)),
+        (two, Features(softcap=30.0)),
+        (three, Features()),
+    ):
+        launches.clear()
+        hopper.forward(*random_inputs(layout.num_tokens, 4, 2, 128), segments(layout), 0.1, features)
+        alone = layout is two and not features.names
+        assert launches[0][0].tile == forward_tile(128, features.names, few_keys=alone)
+    assert forward_tile(128, few_keys=True) != forward_tile(128)
+
+
+def test_where_few_keys_of_forwards_begin():
+    """The choice follows from the walk of each tile's CTAs in a plan, with clusters and without."""
+    for length in (100, 400, 700, 1000, 1300, 2000, 3000):
+        seg = segments(Layout.from_lengths([length] * 64, [[length // 2] * 8] * 64))
+        cost = {
+            tile.cluster: plan_forward.tile_cost(
+                plan_forward.forward_work(seg, tile.tokens(2), tile.tile_n), tile.tile_n
+            ).sum() * tile.cluster
+            for tile in (forward_tile(128), forward_tile(128, few_keys=True))
+        }  # fmt: skip
+        assert hopper.few_keys_forward(seg, 128, 2, 8) == (cost[2] >= FEW_KEYS_COST * cost[1])
+    for rows in (FEW_KEYS_ROWS // 8 - 2, FEW_KEYS_ROWS // 8):
+        seg = segments(Layout.from_lengths([1] * (rows // 2), [[1]] * (rows // 2)))
+        assert hopper.few_keys_forward(seg, 128, 1, 8) == (rows * 8 == FEW_KEYS_ROWS)
+
+
 def assert_same(got, want):
     assert len(got) == len(want)
     for a, b in zip(got, want, strict=True):
         assert a is b or (isinstance(a, float) and a == b)
+
+
+def test_the_backwards_plan_is_made_once_for_all_layers(launches, monkeypatch):
+    made = []
+    real = plan_backward.backward_work
+    monkeypatch.setattr(plan_backward, "backward_work", lambda *a: made.append(a) or real(*a))
+    layout = Layout.from_lengths([300], [[77, 200]])
+
+    def run(heads, kv_heads, deterministic, dtype=torch.bfloat16):
+        inputs = random_backward(layout.num_tokens, heads, kv_heads, 128, dtype)
+        hopper.backward(*inputs, segments(layout), 0.1, deterministic=deterministic)
+
+    for _ in range(3):
+        run(8, 2, False)
+        run(8, 2, False, torch.float16)
+    assert len(made) == 1
+    run(8, 2, True)
+    run(8, 4, False)
+    run(4, 2, False)
+    assert len(made) == 4
+    assert len({id(a[11]) for spec, a in launches if spec.operation == "bwd"}) == 1, "one visible_end"
 
 
 def test_gradients_that_the_kernels_cannot_read_are_copied(launches):
@@ -116,6 +386,40 @@ def test_gradients_that_the_kernels_cannot_read_are_copied(launches):
     assert torch.equal(copy, expanded)
     assert copied_lse.is_contiguous()
     assert torch.equal(copied_lse, lse)
+
+
+def test_the_kernel_gets_the_plan_and_fresh_outputs(launches):
+    layout = Layout.from_lengths([300, 0], [[77, 1, 200], [5]])
+    q, k, v = random_inputs(layout.num_tokens, 8, 2, 96, torch.float16)
+    out, lse = hopper.forward(q, k, v, segments(layout), 0.1)
+    ((spec, arguments),) = launches
+    assert spec == forward_spec("fp16", 96, 4)
+    assert all(a is b for a, b in zip(arguments[:3], (q, k, v), strict=True)), "no copies"
+    assert arguments[3] is out
+    assert arguments[4] is lse
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, (8, layout.num_tokens), torch.float32)
+    work, items_of_clusters, begin, scale, sms = arguments[5:]
+    expected = plan_forward.forward_work(segments(layout), spec.tile.tokens(4), spec.tile.tile_n)
+    assert np.array_equal(work.numpy(), expected)
+    assert work.shape[1] == items.NUM_FIELDS
+    assert sorted(items_of_clusters.tolist()) == [[tile, group] for tile in range(len(work)) for group in range(2)]
+    assert begin.tolist() == plan_forward.segment_begin(segments(layout)).tolist()
+    assert (scale, sms) == (0.1, 132)
+
+
+def test_trees_have_a_kernel_and_a_plan_of_their_own(launches):
+    layout = Layout.from_segments([0, 300, 377, 378, 500], [-1, 0, 1, 0])
+    hopper.forward(*random_inputs(layout.num_tokens, 8, 2, 96, torch.float16), segments(layout), 0.1)
+    ((spec, arguments),) = launches
+    assert spec == forward_spec("fp16", 96, 4, trees=True)
+    work, items_of_clusters, regions, visible_end, scale, sms = arguments[5:]
+    expected = plan_paths.path_work(segments(layout), spec.tile.tokens(4), spec.tile.tile_n, None, spec.tile.parts)
+    assert np.array_equal(work.numpy(), expected.items)
+    assert sorted(items_of_clusters.tolist()) == [[tile, group] for tile in range(len(work)) for group in range(2)]
+    assert np.array_equal(regions.numpy(), expected.regions)
+    assert visible_end.tolist() == segments(layout).visible_end.tolist() + [0] * spec.tile.tile_n
+    assert visible_end.dtype == torch.int32
+    assert (scale, sms) == (0.1, 132)
 
 
 def test_by_segment_no_tiles_share_a_mark_for_the_recompute_pass(launches, monkeypatch):
@@ -200,6 +504,19 @@ def test_the_ops_run_the_kernels_where_they_serve(launches, monkeypatch, determi
     assert_same(forward[3:5], got)
     assert_same((before[0], before[1], before[2], backward[3]), (out, dout, lse, dout))
     assert_same((after[2], *backward[5:7]), grads[:3])
+
+
+def test_reasons_why_no_kernel_serves():
+    q = torch.zeros(6, 2, 64, dtype=torch.bfloat16)
+    assert hopper.unsupported(q) == "cpu devices"
+    assert hopper.unsupported(q.float()) == "torch.float32 inputs"
+
+
+def test_other_gpus_are_named(monkeypatch):
+    for capability in ((8, 0), (9, 0), (10, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        reason = hopper.device_unsupported.__wrapped__(torch.device("cuda:0"))
+        assert reason == (None if capability == (9, 0) else f"compute capability {capability[0]}.0")
 
 
 def test_forward_tiles_are_kept_apart_by_what_their_tables_hold(launches):

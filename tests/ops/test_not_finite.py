@@ -45,3 +45,19 @@ def test_results_that_are_finite_are_made_once(monkeypatch):
     monkeypatch.setattr(reference, "chunks", lambda *a: pytest.fail("again") if a[2] else real(*a))
     layout = Layout.from_lengths(*LENGTHS)
     step(inputs(layout, 8, 2, 1, torch.float32), layout, False)
+
+
+def test_a_check_that_fails():
+    layout = Layout.from_lengths(*LENGTHS)
+    tensors = inputs(layout, 8, 2, 1, torch.float64)
+    clean, rows = step(tensors, layout, False), slice(*layout.offsets[2:4].tolist())
+    changed = broken(tensors, ("v",), rows, "rows", NAN)
+    want, got = mathematics(*changed, layout.visible_end), step(changed, layout, False)
+    check(NAMES, got, want, clean, rows)
+    got[0][0] = NAN
+    with pytest.raises(AssertionError, match="out outside the broken response is off by nan"):
+        check(NAMES, got, want, clean, rows)
+    got[0][0] = clean[0][0]
+    got[1][rows] = 0.0
+    with pytest.raises(AssertionError, match="dq has lost a value that is not finite"):
+        check(NAMES, got, want, clean, rows)

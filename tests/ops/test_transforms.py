@@ -32,6 +32,27 @@ def gradients(q, k, v):
 
 
 # ---------------------------------------------------------------- torch.func
+def test_gradients_by_torch_func():
+    want = gradients(*qkv())
+    for got in (
+        torch.func.grad(loss, (0, 1, 2))(*qkv()),
+        torch.func.vjp(loss, *qkv())[1](torch.ones((), dtype=torch.float64)),
+        torch.func.jacrev(loss, (0, 1, 2))(*qkv()),
+    ):
+        assert all(map(torch.equal, got, want))
+
+
+def test_vmap_computes_each_of_a_batch():
+    first, second = qkv(), [2 * x for x in qkv()]
+    batch = [torch.stack(pair) for pair in zip(first, second, strict=True)]
+    out = torch.func.vmap(lambda *x: dualkv.attention(*x, LAYOUT))(*batch)
+    for got, one in zip(out, (first, second), strict=True):
+        assert torch.equal(got, dualkv.attention(*one, LAYOUT))
+    each = torch.func.vmap(torch.func.grad(loss, (0, 1, 2)))(*batch)
+    for i, one in enumerate((first, second)):
+        assert all(torch.equal(got[i], want) for got, want in zip(each, gradients(*one), strict=True))
+
+
 def test_second_derivatives_and_forward_mode_raise():
     """The op by itself would give tangents of zero, which are wrong."""
     q, k, v = qkv()
@@ -46,6 +67,24 @@ def test_second_derivatives_and_forward_mode_raise():
 
 
 # ---------------------------------------------------------------- export, fake and meta tensors
+class Projected(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.projection = torch.nn.Linear(8, 8, dtype=torch.float64)
+
+    def forward(self, q, k, v, offsets, parent):
+        return torch.ops.dualkv.fwd(self.projection(q), k, v, offsets, parent, 0.3)[0]
+
+
+def test_one_exported_program_serves_other_layouts():
+    module, auto, rows = Projected(), torch.export.Dim.AUTO, torch.export.Dim("T", min=2)
+    shapes = [{0: rows}] * 3 + [{0: auto}] * 2
+    program = torch.export.export(module, (*qkv(), LAYOUT.offsets, LAYOUT.parent), dynamic_shapes=tuple(shapes))
+    other = Layout.from_lengths([7, 3], [[3, 2, 4], [1]])
+    arguments = (*qkv(other), other.offsets, other.parent)
+    assert torch.equal(program.module()(*arguments), module(*arguments))
+
+
 class Gradients(torch.nn.Module):
     def forward(self, dout, q, k, v, out, lse, offsets, parent):
         return torch.ops.dualkv.bwd(dout, q, k, v, out, lse, offsets, parent, 0.3, True, "qv")

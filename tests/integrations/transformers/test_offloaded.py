@@ -16,8 +16,11 @@ pytest.importorskip("accelerate")
 
 import accelerate
 
+from dualkv.branches import Branch
 from dualkv.context_parallel import ContextShard
 from dualkv.integrations.transformers import enable
+from dualkv.integrations.transformers.ahead import Ahead
+from dualkv.integrations.transformers.placed import Placed
 from dualkv.sequence_parallel import Shard
 from tests.integrations.tiny import make_model
 from tests.integrations.transformers import test_media as images
@@ -82,3 +85,27 @@ def test_offloaded_models_run_packed(hooks: str, first: str, tmp_path: Path) -> 
         found = whole(enable(model)) + walked(model)
     assert len(found) > 4
     assert all(map(torch.equal, found, wanted))
+
+
+def test_what_goes_under_dualkv_moves() -> None:
+    """Hooks call `to` with None, a device or its number, and `non_blocking`. Anything without `to` stays as it is."""
+    batch = dualkv.pack([[1, 2], [3]], [[[4, 5]], [[6], [7]]])
+    layout, rows = batch.layout, torch.arange(2)
+    ahead = Placed(layout, layout.position_ids[None], Ahead(rows, rows, layout, True))
+    sequences = dualkv.pack_sequences([[1, 2], [1, 3]])
+    for given in (layout, Shard(layout, None), ContextShard(layout, None), ahead, batch, sequences):
+        assert given.to(None, non_blocking=True) is given
+        assert given.to("cpu", non_blocking=True) is given
+        there = given.to(torch.device("meta"), non_blocking=True)
+        assert type(there) is type(given)
+        assert there.position_ids.is_meta
+        assert not given.position_ids.is_meta
+    assert there.layout == sequences.layout
+    moved = ahead.to("meta")
+    assert moved.layout.visible_end.is_meta
+    assert moved.ahead.queries.is_meta
+    assert moved.ahead.layout.device.type == "meta"
+    shard = Shard(layout, None)
+    assert not shard.rows.is_meta
+    assert shard.to("meta").rows.is_meta
+    assert not hasattr(Branch, "to")

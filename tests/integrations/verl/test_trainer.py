@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +14,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
+import verl
 from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
+from verl import DataProto
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.v1 import PPOTrainerSync, get_trainer_cls
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 
@@ -167,6 +173,23 @@ def test_batch_is_cut_into_whole_groups() -> None:
     assert metrics["global_seqlen/balanced_max"] >= metrics["global_seqlen/balanced_min"]
 
 
+@pytest.mark.parametrize("name", ["one_step_off_policy.ray_trainer", "fully_async_policy.fully_async_trainer"])
+def test_other_trainers_keep_groups_whole_with_use_prefix_grouper(name: str) -> None:
+    """veRL's own order of a batch, cut as its dispatch and mini-batches cut it: 2 ranks, 2 updates of 16 rollouts."""
+    module = import_module(f"verl.experimental.{name}")
+    assert module.SeparateRayPPOTrainer._balance_batch is RayPPOTrainer._balance_batch
+    trainer = object.__new__(module.SeparateRayPPOTrainer)
+    trainer.use_prefix_grouper, trainer.actor_rollout_wg = True, SimpleNamespace(_dispatch_info={"actor": [0, 1]})
+    rollouts = random_rollouts(3, groups=8, size=4).select(np.arange(32))
+    rollouts = rollouts.select(np.argsort(rollouts.group, kind="stable"))  # as sampled: a prompt's after each other
+    lengths = torch.from_numpy(rollouts.prompt_lens + rollouts.response_lens)
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    tensors = {"attention_mask": mask.long(), "group": torch.from_numpy(rollouts.group)}
+    batch = DataProto.from_dict(tensors, {"uid": np.array([f"uid-{g}" for g in rollouts.group], object)})
+    trainer._balance_batch(batch, metrics={})
+    assert [len(set(update.tolist())) for update in batch.batch["group"].split(8)] == [2] * 4
+
+
 def test_trainer_is_verls_to_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PPOTrainerSync, "__init__", lambda self, config: setattr(self, "config", config))
     trainer = get_trainer_cls("dualkv_sync")(OmegaConf.create(CONFIG))
@@ -202,6 +225,18 @@ def test_a_critic_on_another_strategy_is_refused(monkeypatch: pytest.MonkeyPatch
     critic = {"strategy": "megatron", "model": {"fused_kernel_options": {"dualkv": True}}}
     with pytest.raises(ValueError, match="packs groups on strategy fsdp and fsdp2, not on megatron: set critic"):
         get_trainer_cls("dualkv_sync")(OmegaConf.merge(OmegaConf.create(CONFIG), {"critic": critic}))
+
+
+def test_every_strategy_of_verl_is_known() -> None:
+    """The strategies are read from veRL's sources: most of its engines cannot be imported here."""
+    engines = Path(verl.__file__).parent / "workers/engine"
+    found = set()
+    for source in engines.glob("*/*.py"):
+        for backends in re.findall(
+            r"EngineRegistry\.register\([^)]*backend=([^)]*?)(?:, device|\))", source.read_text()
+        ):
+            found |= set(re.findall(r'"(\w+)"', backends))
+    assert found == {"fsdp", "fsdp2", "megatron", *OTHERS}
 
 
 @pytest.mark.skipif(find_spec("megatron") is not None, reason="megatron-core is installed")
