@@ -100,8 +100,8 @@ def attention(
         softcap: from 2^-20 (in fp16 2^-3) to 2^10, as in Gemma 2; none by default.
         batch_invariant: the bits of a row's out and lse depend on nothing but the row's path and where the path is cut
             into segments: not on other responses, groups, their order, or how many heads a call has ("reference" on a
-            CPU computes the last elements of a tensor by other code, so there on the heads too). Backends "hopper" and
-            "reference" only. Gradients are as ever.
+            CPU with several threads depends on the heads). Backends "hopper" and "reference" only. Gradients are as
+            ever.
         return_lse: also return lse. Gradients of lse reach q, k and sinks.
         backend: what computes the call, forward and backward: "hopper" (this project's kernels), "cudnn" (cuDNN's
             interval-mask attention), "flash" (PyTorch's FlashAttention calls, merged), "flex" (FlexAttention, compiled;
