@@ -196,8 +196,9 @@ def _key_items(segments: Segments, tile: BackwardTile, deterministic: bool) -> K
     run = np.searchsorted(segments.offsets[:-1][present], key, side="right") - 1
     is_response = (segments.parent[present] != -1)[run]
 
-    block_begin = np.maximum(key, segments.first_query[group]) // tile.tile_m
     block_end = -(-visible_end_over(np.maximum, segments, key, key_end) // tile.tile_m)
+    # An item whose keys no query sees has a block all the same: its gradients, zeros, have to be stored.
+    block_begin = np.minimum(np.maximum(key, segments.first_query[group]) // tile.tile_m, block_end - 1)
     previous = np.full(len(key), -1)
     if deterministic:
         block_end, previous = _fixed_order(block_begin, block_end)

@@ -147,6 +147,7 @@ def test_rows_of_prompts_that_do_not_ask_are_left_out(groups, tile, ratio, kv_he
 
 @examples(100)
 @given(trees(max_segments=24, length=lengths), st.sampled_from(TILES), st.booleans())
+@example(([0, 0, 128, 128, 129], [-1, 0, 1, 0]), backward_tile(256), False)  # keys that no row sees
 def test_rows_of_a_path_that_do_not_ask_are_left_out(tree, tile, deterministic):
     """Rows above a part of a tree, of several segments, are left out."""
     if (found := below_a_path(tree)) is None:
