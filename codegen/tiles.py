@@ -19,7 +19,7 @@ class ForwardTile:
     Attributes:
         tile_n: keys a block.
         warp_groups: MMA warp groups a CTA, 64 query rows each; of head dim 512 pairs of them, which share the rows.
-        stages: K blocks (and V blocks) in flight; of head dim 512 halves of either.
+        stages: K blocks (and V blocks) in flight; of head dim 512 quarters of a K block.
         cluster: CTAs that walk the same keys and share them by multicast.
     """
 
@@ -46,7 +46,7 @@ FORWARD_TILES: Tiles = {
     128: ForwardTile(tile_n=64, warp_groups=3, stages=4),
     192: ForwardTile(tile_n=96),
     256: ForwardTile(tile_n=64),
-    512: ForwardTile(tile_n=64, warp_groups=1, stages=5),
+    512: ForwardTile(tile_n=64, warp_groups=1, stages=4),
     (192, 128): ForwardTile(tile_n=64, warp_groups=3, stages=3),
 }
 # Native head dims, in ascending order; TMA fills smaller ones with zeros.

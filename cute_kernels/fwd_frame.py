@@ -16,8 +16,9 @@ Besides, each warp group meets at a named barrier of its own (BAR_WG), and the c
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -149,6 +150,14 @@ class Pipelines(NamedTuple):
     V: WrappingPipeline
 
 
+class Handed(NamedTuple):
+    """What two warp groups that share rows hand to each other in shared memory."""
+
+    P: cute.Tensor  # (64, N, 2) probabilities of two blocks
+    parts: cute.Tensor  # (4, 128, N/16, 2) fp32: a group's part of S of the other one's keys
+    numbers: cute.Tensor  # (2, 32, 2) fp32: of each row of a thread, of four threads each, of the two groups
+
+
 class Shared(NamedTuple):
     """Shared memory."""
 
@@ -158,6 +167,7 @@ class Shared(NamedTuple):
     pipes: Pipelines
     item: cute.Tensor  # (item_fields, q_places) whose Q is there: the tile's fields, head group, the warp group's Walk
     recompute: cute.Tensor  # (1 + RECOMPUTE_WORDS) one past the last item to recompute; a bit for each of the cluster's
+    handed: Handed | None  # where two warp groups share rows
 
 
 class Thread(NamedTuple):
@@ -191,7 +201,7 @@ class State(NamedTuple):
 
     tSrQ: cute.Tensor  # (MMA, 1, D/16), shared memory
     tSrK: cute.Tensor  # (MMA, 1, D/16, stages), shared memory
-    tOrP: cute.Tensor  # (MMA, 1, N/16), N/4 R
+    tOrP: cute.Tensor  # (MMA, 1, N/16), N/4 R; or (MMA, 1, N/16, 2), shared memory
     tOrV: cute.Tensor  # (MMA, 1, N/16, stages), shared memory
     acc_O: cute.Tensor  # (64, Dv), Dv/2 R
     rows: Rows
@@ -201,6 +211,7 @@ class State(NamedTuple):
     scale_log2: Float32
     cap_factor: Float32 | None  # see softmax.cap
     wg: Int32
+    handed: Handed | None
 
 
 class ForwardFrame(Clustered):
@@ -249,7 +260,8 @@ class ForwardFrame(Clustered):
     tile_fields = ForwardFields.NUM_FIELDS
     finds_walks = True  # the producer works out which blocks a warp group walks; else they are in the tables
     max_head_dim = 256
-    allowed_warp_groups = (2, 3)
+    allowed_warp_groups: ClassVar[Sequence[int]] = (2, 3)
+    allowed_stages: ClassVar[Sequence[int]] = range(1, 17)
     column_groups = 1  # MMA warp groups that share 64 rows, each with an equal part of O's columns
 
     def __init__(
@@ -279,6 +291,8 @@ class ForwardFrame(Clustered):
         if warp_groups not in self.allowed_warp_groups or cluster not in (1, 2):
             groups = " or ".join(map(str, self.allowed_warp_groups))
             raise ValueError(f"got {warp_groups} warp groups and clusters of {cluster}, expected {groups}, and 1 or 2")
+        if stages not in self.allowed_stages:
+            raise ValueError(f"stages is {stages}, expected {self.allowed_stages[0]} to {self.allowed_stages[-1]}")
         self.dtype, self.head_dim, self.packed_heads = dtype, head_dim, packed_heads
         self.tile_n, self.warp_groups, self.stages, self.cluster = tile_n, warp_groups, stages, cluster
         self.has = Features(*(name in features for name in ("window", "sinks", "softcap")))
@@ -447,12 +461,16 @@ class ForwardFrame(Clustered):
         pipes = self.pipelines(barriers, self.q_places)
         item = allocator.allocate_tensor(Int32, cute.make_layout((self.item_fields, self.q_places)), 8)
         recompute = allocator.allocate_tensor(Int32, cute.make_layout(1 + RECOMPUTE_WORDS), 8)
-        return Shared(sQ, sK, sV, pipes, item, recompute), barriers
+        return Shared(sQ, sK, sV, pipes, item, recompute, self.allocate_handed(allocator)), barriers
 
     def allocate_tiles(self, allocator: SmemAllocator) -> list[cute.Tensor]:
         """Q, K and V of `Shared`."""
         layouts = self.q_layout(), self.kv_layout(self.head_dim), self.kv_layout(self.head_dim_v)
         return [allocator.allocate_tensor(self.dtype, x.outer, 1024, x.inner) for x in layouts]
+
+    def allocate_handed(self, allocator: SmemAllocator) -> Handed | None:
+        """`Shared.handed`"""
+        return None
 
     # ---------------------------------------------------------------- pipelines
     def pipelines(self, barriers: MbarrierAllocator, q_places: int) -> Pipelines:
