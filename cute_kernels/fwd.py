@@ -167,8 +167,8 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
     def read_part(self, g: Global, s: Shared, place: Int32, thread: Thread) -> tuple[Part, Walk]:
         """Read what the producer stored beside Q: the warp group's part of a tile, and the blocks that it walks."""
         item = s.item[None, place]
-        tile, head_group = self.tile(g, item), item[self.num_fields]
-        return Part(tile, head_group, thread), self.part_walk(tile, item, thread)
+        tile, first_head = self.tile(g, item), item[self.num_fields]
+        return Part(tile, first_head, thread), self.part_walk(tile, item, thread)
 
     def part_walk(self, tile: AnyTile, item: cute.Tensor, thread: Thread) -> Walk:
         """The blocks that the warp group walks, of an item in shared memory."""
@@ -423,7 +423,7 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
             cute.arch.fence_view_async_shared()
             self.sync_rows(wg)
             if self.stores_O(part.thread):
-                box = self.box(g.O, self.head_dim_v, part.head_group, token)
+                box = self.box(g.O, self.head_dim_v, part.first_head, token)
                 tOs, tOg = self.partition(tma_O, sO, self.head_dim_v, box)
                 cute.copy(tma_O, tOs, tOg)
                 cute.arch.cp_async_bulk_commit_group()

@@ -1,6 +1,6 @@
 """Attention forward on Hopper over packed groups: arguments, shared memory, pipelines and roles.
 
-A cluster takes tiles: consecutive packed rows of one group with all `packed_heads` query heads of one KV head, 64 rows
+A cluster takes tiles: consecutive packed rows of one group with `packed_heads` query heads of one KV head, 64 rows
 (tokens x heads) a warp group. All its CTAs walk the same key blocks (work.py), so each loads a part of every block and
 multicasts it. `fwd_load` has what the producer warp does, `fwd` what the MMA warp groups compute.
 
@@ -74,10 +74,10 @@ class Arguments(NamedTuple):
 class Global(NamedTuple):
     """Tensors in global memory, Q to O as coordinates for the copy engine; and numbers."""
 
-    Q: cute.Tensor  # ((packed_heads, T), D, head groups)
+    Q: cute.Tensor  # ((packed_heads, T), D, first heads)
     K: cute.Tensor  # (T, D, Hk)
     V: cute.Tensor  # (T, Dv, Hk)
-    O: cute.Tensor  # ((packed_heads, T), Dv, head groups)
+    O: cute.Tensor  # ((packed_heads, T), Dv, first heads)
     v: cute.Tensor  # (T, Hk, Dv)
     pairs: cute.Tensor  # (T, H, Dv / 2), out as pairs of elements in 32 bits
     lse: cute.Tensor  # (H, T)
@@ -88,7 +88,7 @@ class Global(NamedTuple):
     sinks: cute.Tensor | None  # (H)
     softcap: Float32 | None
     scale: Float32
-    groups_per_kv: Int32  # head groups of one KV head
+    heads_per_kv: Int32
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Shared(NamedTuple):
     K: cute.Tensor  # (N, D, stages)
     V: cute.Tensor  # (N, Dv, stages)
     pipes: Pipelines
-    item: cute.Tensor  # (item_fields, q_places) whose Q is there: the tile's fields, head group, the warp group's Walk
+    item: cute.Tensor  # (item_fields, q_places) whose Q is there: the tile's fields, first head, the warp group's Walk
     recompute: cute.Tensor  # (1 + RECOMPUTE_WORDS) one past the last item to recompute; a bit for each of the cluster's
     handed: Handed | None  # where two warp groups share rows
 
@@ -182,7 +182,7 @@ class Part(NamedTuple):
     """The part of a tile that a warp group takes, as one of its threads sees it."""
 
     tile: AnyTile
-    head_group: Int32
+    first_head: Int32  # of packed_heads query heads
     thread: Thread
 
 
@@ -222,14 +222,14 @@ class ForwardFrame(Clustered):
     past them as zeros and drops them on the way out). Without head_dim_v the two are one, and Dv is D.
 
     Arguments of the compiled kernel, in order (`fake_arguments` builds matching fakes):
-        q: [T, H, D] fp16 or bf16. H a multiple of Hk * packed_heads. T >= 1.
+        q: [T, H, D] fp16 or bf16. H a multiple of Hk. T >= 1.
         k: [T, Hk, D], dtype of q.
         v: [T, Hk, Dv], dtype of q.
-        out: [T, H, Dv], dtype of q. Every element is written.
-        lse: [H, T] fp32, natural log, contiguous along T. Every element is written.
+        out: [T, H, Dv], dtype of q. Every element of the heads in the schedule is written.
+        lse: [H, T] fp32, natural log, contiguous along T. Written as out.
         work: [n, 8] int32, the tiles of `dualkv.ops.plan.forward` for this kernel's tile (fields: abi.ForwardFields).
-        schedule: [n * H / packed_heads, 2] int32, `dualkv.ops.plan.schedule` for as many clusters as are launched:
-            every tile of every head group once, as (tile, head group). Of c clusters, each takes every c-th.
+        schedule: [items, 2] int32, `dualkv.ops.plan.schedule` for as many clusters as are launched: (tile, the first of
+            packed_heads query heads of one KV head). Of c clusters, each takes every c-th.
         segment_begin: [T] int32, the packed row where each row's segment begins.
         softmax_scale: fp32, above 0.
         num_sms: int32, multiprocessors of the device: CTAs launched at most.
@@ -359,7 +359,7 @@ class ForwardFrame(Clustered):
         out: cute.Tensor,  # (T, H, Dv)
         lse: cute.Tensor,  # (H, T)
         work: cute.Tensor,  # (n, 8)
-        schedule: cute.Tensor,  # (n * head groups, 2)
+        schedule: cute.Tensor,  # (items, 2)
         segment_begin: cute.Tensor,  # (T)
         softmax_scale: Float32,
         num_sms: Int32,
@@ -391,11 +391,11 @@ class ForwardFrame(Clustered):
         )
         pairs = cute.make_tensor(cute.recast_ptr(x.out.iterator, dtype=Int32), pairs_layout)
         tables = x.lse, x.work, x.schedule, x.bounds, x.regions, x.features.sinks, x.features.softcap
-        groups_per_kv = x.q.shape[1] // self.packed_heads // x.k.shape[1]
+        heads_per_kv = x.q.shape[1] // x.k.shape[1]
         num_clusters = cutlass.min(x.schedule.shape[0], num_sms // self.cluster)
         self.kernel(
             Atoms(tma_Q, tma_K, tma_V, tma_O),
-            Global(gQ, gK, gV, gO, x.v, pairs, *tables, softmax_scale, groups_per_kv),
+            Global(gQ, gK, gV, gO, x.v, pairs, *tables, softmax_scale, heads_per_kv),
         ).launch(
             grid=[num_clusters * self.cluster, 1, 1],
             block=[128 * (1 + self.mma_groups), 1, 1],
@@ -405,9 +405,9 @@ class ForwardFrame(Clustered):
         )
 
     def packed(self, x: cute.Tensor) -> cute.Tensor:
-        """(T, H, D) -> ((packed_heads, T), D, head groups)"""
+        """(T, H, D) -> ((packed_heads, T), D, first heads), of which neighbours overlap"""
         G, (T, H, D), (sT, sH, sD) = self.packed_heads, x.shape, x.stride
-        return cute.make_tensor(x.iterator, cute.make_layout(((G, T), D, H // G), stride=((sH, sT), sD, sH * G)))
+        return cute.make_tensor(x.iterator, cute.make_layout(((G, T), D, H - G + 1), stride=((sH, sT), sD, sH)))
 
     def by_head(self, x: cute.Tensor) -> cute.Tensor:
         """(T, Hk, D) -> (T, D, Hk)"""
@@ -580,16 +580,16 @@ class ForwardFrame(Clustered):
 
     def head(self, part: Part, r: int) -> Int32:
         """Query head of the thread's row r."""
-        return part.head_group * self.packed_heads + (part.thread.row + 8 * r) % self.packed_heads
+        return part.first_head + (part.thread.row + 8 * r) % self.packed_heads
 
     def in_use(self, part: Part, r: int) -> Boolean:
         """Whether the thread's row r is a query's; the others hold anything and are not stored."""
         return (part.thread.row + 8 * r < self.rows_wg) & (self.token(part, r) < part.tile.row_end)
 
-    def box(self, x: cute.Tensor, columns: int, head_group: Int32, token: Int32) -> cute.Tensor:
-        """The ((packed_heads, tokens_wg), D or Dv) box of q or out that starts at `token`."""
+    def box(self, x: cute.Tensor, columns: int, first_head: Int32, token: Int32) -> cute.Tensor:
+        """The ((packed_heads, tokens_wg), D or Dv) box of q or out that starts at a head and a token."""
         tile = ((self.packed_heads, self.tokens_wg), columns)
-        return cute.local_tile(cute.domain_offset(((0, token), 0), x[None, None, head_group]), tile, ((0, 0), 0))
+        return cute.local_tile(cute.domain_offset(((0, token), 0), x[None, None, first_head]), tile, ((0, 0), 0))
 
     def group(self, thread: Thread) -> Int32:
         """The thread's warp group among all MMA warp groups of the CTA."""

@@ -163,15 +163,15 @@ class SplitForwardKernel(ForwardKernel):
         Returns the next item's first block, and the block whose V is to come.
         """
         field, of_K, of_V = self.read_item(g, item), s.pipes.K, s.pipes.V
-        *fields, head_group = [cute.arch.shuffle_sync(field, j) for j in (*range(self.tile_fields), self.num_fields)]
-        tile, own_head = self.tile(g, fields), head_group // g.groups_per_kv
+        *fields, first_head = [cute.arch.shuffle_sync(field, j) for j in (*range(self.tile_fields), self.num_fields)]
+        tile, own_head = self.tile(g, fields), first_head // g.heads_per_kv
         K, V = g.K[None, None, own_head], g.V[None, None, own_head]
         first = tile.key_row(Int32(0))
         self.load_pieces(atoms.K, K, s.K, of_K, first, it)
         if row >= 0:
             self.load_pieces(atoms.V, g.V[None, None, kv_head], s.V, of_V, row, it - 1)
         row = first
-        self.load_queries(atoms, g, s, tile, head_group, field, 0, count)
+        self.load_queries(atoms, g, s, tile, first_head, field, 0, count)
         for i in cutlass.range(1, tile.blocks, 1, unroll=1):
             following = tile.key_row(i)
             self.load_pieces(atoms.K, K, s.K, of_K, following, it + 1)
