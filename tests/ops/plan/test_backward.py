@@ -147,7 +147,6 @@ def test_rows_of_prompts_that_do_not_ask_are_left_out(groups, tile, ratio, kv_he
 
 @examples(100)
 @given(trees(max_segments=24, length=lengths), st.sampled_from(TILES), st.booleans())
-@example(([0, 0, 128, 128, 129], [-1, 0, 1, 0]), backward_tile(256), False)  # keys that no row sees
 def test_rows_of_a_path_that_do_not_ask_are_left_out(tree, tile, deterministic):
     """Rows above a part of a tree, of several segments, are left out."""
     if (found := below_a_path(tree)) is None:
@@ -158,6 +157,16 @@ def test_rows_of_a_path_that_do_not_ask_are_left_out(tree, tile, deterministic):
         assert not of_head[: seg.total][before > tile.tile_m].any()
     if deterministic:
         check_turns(seg, tile, plan, 2)
+
+
+@pytest.mark.parametrize("num_sms", [8, 132], ids=["many items", "few items"])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("tile", TILES, ids=repr)
+def test_keys_that_no_query_sees_are_stored(tile, deterministic, num_sms):
+    """The only segment below some rows without queries is empty, so their keys get gradients of zero."""
+    layout = Layout.from_segments([0, 0, 128, *range(128, 1209, 60)], [-1, 0, 1, *[0] * 18])
+    seg, asks = of(layout.without_queries(128)), np.arange(layout.num_tokens) >= 128
+    check(seg, tile, backward_work(seg, tile, 8, 2, num_sms, deterministic), 8, 2, asks)
 
 
 @examples(240)

@@ -130,6 +130,14 @@ def test_rows_of_prompts_that_do_not_ask_are_left_out(groups, window, tile):
     check(seg, window, tile, plan, 4, 2, before <= 0)
 
 
+@pytest.mark.parametrize("window", [Window(50), Window(1000), Window(chunk=64)], ids=str)
+@pytest.mark.parametrize("tile", TILES + ORDERED, ids=repr)
+def test_keys_that_no_query_sees_are_stored(tile, window):
+    layout = Layout.from_segments([0, 0, 128, *range(128, 1209, 60)], [-1, 0, 1, *[0] * 18])
+    seg, asks = of(layout.without_queries(128)), np.arange(layout.num_tokens) >= 128
+    check(seg, window, tile, windowed_work(seg, window, tile, 4, 2, 20), 4, 2, asks)
+
+
 def executed(tile, plan):
     """Multiplications of one head over those of visible pairs, of the five products together, per pair and column."""
     count = 0
