@@ -16,7 +16,7 @@ from codegen.spec import (
     forward_spec,
     table,
 )
-from codegen.tiles import MIXED, kernel_head_dims
+from codegen.tiles import MIXED, head_parts, kernel_head_dims
 
 NAMES = tuple(dict.fromkeys((*FEATURES["fwd_paths"], *FEATURES["bwd_preprocess"])))  # of all features
 DIRECTIONS = ("forward", "backward")
@@ -113,8 +113,9 @@ def _forwards(dtype: str, shape: Shape, trees: bool) -> list[KernelSpec]:
     which = ((True, False), (True, True)) if window else ((False, False), (True, False)) if trees else ((False, False),)
     head_dim, head_dim_v = shape.native
     return [
-        forward_spec(dtype, head_dim, shape.heads_per_kv, deep, shape.features, short, head_dim_v, few_keys)
+        forward_spec(dtype, head_dim, len(heads), deep, shape.features, short, head_dim_v, few_keys)
         for deep, short in which
+        for heads in (range(shape.heads_per_kv), *([] if deep else head_parts(shape.heads_per_kv)))
         for few_keys in (False, True)
     ]
 

@@ -19,7 +19,7 @@ class ForwardTile:
     Attributes:
         tile_n: keys a block.
         warp_groups: MMA warp groups a CTA, 64 query rows each; of head dim 512 pairs of them, which share the rows.
-        stages: K blocks (and V blocks) in flight; of head dim 512 halves of either.
+        stages: K blocks (and V blocks) in flight; of head dim 512 quarters of a K block.
         cluster: CTAs that walk the same keys and share them by multicast.
     """
 
@@ -46,7 +46,7 @@ FORWARD_TILES: Tiles = {
     128: ForwardTile(tile_n=64, warp_groups=3, stages=4),
     192: ForwardTile(tile_n=96),
     256: ForwardTile(tile_n=64),
-    512: ForwardTile(tile_n=64, warp_groups=1, stages=5),
+    512: ForwardTile(tile_n=64, warp_groups=1, stages=4),
     (192, 128): ForwardTile(tile_n=64, warp_groups=3, stages=3),
 }
 # Native head dims, in ascending order; TMA fills smaller ones with zeros.
@@ -75,6 +75,7 @@ FEW_KEYS_FORWARD_TILES: Tiles = {  # from FEW_KEYS_ROWS and FEW_KEYS_COST on: wh
     head_dims: replace(FORWARD_TILES[head_dims], cluster=1)
     for head_dims in (96, 128, (192, 128))
 }
+PARTS_COST = 0.99  # time by the plan of the heads in two parts, over that of all at once: launched up to here, untimed
 SOFTCAP_TILES = FORWARD_TILES | {  # tanh takes registers: with 128 keys ptxas spills
     64: ForwardTile(tile_n=112, warp_groups=3, stages=3, cluster=1),
 }
@@ -127,6 +128,20 @@ def packed_heads(heads_per_kv: int, long_window: bool = False) -> int:
         return heads_per_kv
     divisors = [n for n in range(1, MAX_PACKED_HEADS + 1) if heads_per_kv % n == 0]
     return max(divisors, key=lambda n: (WG_ROWS // n * n, n))
+
+
+def head_parts(heads_per_kv: int) -> list[range]:
+    """The query heads of a KV head in the two parts that fill most of a warp group's rows; in one part if all heads
+    together leave at most one row idle, or are more than a tile takes."""
+    if heads_per_kv > MAX_PACKED_HEADS or WG_ROWS % heads_per_kv <= 1:
+        return [range(heads_per_kv)]
+
+    def rows(first: int) -> float:
+        """Rows of warp groups that the parts take for each token."""
+        return sum(WG_ROWS / warp_group_tokens(heads) for heads in (first, heads_per_kv - first))
+
+    first = min(range(heads_per_kv // 2, heads_per_kv), key=rows)
+    return [range(first), range(first, heads_per_kv)]
 
 
 def forward_tile(

@@ -56,11 +56,13 @@ class Stretch(NamedTuple):
 class ForwardKernel(ForwardLoads, ForwardContainment):
     """The forward; arguments and errors as of :class:`ForwardFrame`."""
 
+    source_of_P = warpgroup.OperandSource.RMEM
+
     # ---------------------------------------------------------------- products
-    def mma_qk(self) -> cute.TiledMma:
-        """S (64, N) = Q (64, D) K^T"""
+    def mma_qk(self, keys: int | None = None) -> cute.TiledMma:
+        """S (64, N) = Q (64, D) K^T; keys: N, those of a block by default"""
         K_major, source = warpgroup.OperandMajorMode.K, warpgroup.OperandSource.SMEM
-        shape = (WG_ROWS, self.tile_n)
+        shape = (WG_ROWS, keys or self.tile_n)
         return hopper.make_trivial_tiled_mma(
             self.dtype, self.dtype, K_major, K_major, Float32, (1, 1, 1), shape, source
         )
@@ -68,7 +70,7 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
     def mma_pv(self) -> cute.TiledMma:
         """O (64, Dv) += P (64, N) V"""
         P_major, V_major = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
-        source, shape = warpgroup.OperandSource.RMEM, (WG_ROWS, self.v_columns)
+        source, shape = self.source_of_P, (WG_ROWS, self.v_columns)
         return hopper.make_trivial_tiled_mma(
             self.dtype, self.dtype, P_major, V_major, Float32, (1, 1, 1), shape, source
         )
@@ -76,22 +78,31 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
     def state(self, g: Global, s: Shared, place: Int32, wg: Int32) -> State:
         """The state before the first block of a tile, whose Q is in `place`."""
         mma_qk, mma_pv = self.mma_qk(), self.mma_pv()
-        thr_qk, thr_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
+        thr_pv = mma_pv.get_slice(0)
         sVt = cute.make_tensor(s.V.iterator, cute.select(s.V.layout, mode=[1, 0, 2]))  # (Dv, N, stages)
         rows = Rows(*[cute.make_rmem_tensor(2, t) for t in (Int32, Float32, Float32, Float32)])
         tSrQ = self.operand_Q(mma_qk, s.Q, place)
-        tSrK = mma_qk.make_fragment_B(thr_qk.partition_B(s.K))
-        tOrP = cute.make_rmem_tensor(mma_pv.partition_shape_A((WG_ROWS, self.tile_n)), self.dtype)
+        tSrK = self.operand_K(mma_qk, s.K, wg)
+        tOrP = self.operand_P(mma_pv, s)
         tOrV = mma_pv.make_fragment_B(thr_pv.partition_B(sVt))
         acc_O = cute.make_rmem_tensor(mma_pv.partition_shape_C((WG_ROWS, self.v_columns)), Float32)
         for registers, initial in ((acc_O, 0.0), (rows.max, FIRST_MAX), (rows.sum, 0.0)):
             registers.fill(initial)
         scale_log2, cap_factor = self.scale(g) * math.log2(math.e), self.cap_factor(g)
-        return State(tSrQ, tSrK, tOrP, tOrV, acc_O, rows, s.V, s.pipes, g.bounds, scale_log2, cap_factor, wg)
+        operands, of_scores = (tSrQ, tSrK, tOrP, tOrV), (g.bounds, scale_log2, cap_factor)
+        return State(*operands, acc_O, rows, s.V, s.pipes, *of_scores, wg, s.handed)
 
     def operand_Q(self, mma_qk: cute.TiledMma, sQ: cute.Tensor, place: Int32) -> cute.Tensor:
         """`State.tSrQ`"""
         return mma_qk.make_fragment_A(mma_qk.get_slice(0).partition_A(sQ))[None, None, None, place]
+
+    def operand_K(self, mma_qk: cute.TiledMma, sK: cute.Tensor, wg: Int32) -> cute.Tensor:
+        """`State.tSrK`"""
+        return mma_qk.make_fragment_B(mma_qk.get_slice(0).partition_B(sK))
+
+    def operand_P(self, mma_pv: cute.TiledMma, s: Shared) -> cute.Tensor:
+        """`State.tOrP`"""
+        return cute.make_rmem_tensor(mma_pv.partition_shape_A((WG_ROWS, self.tile_n)), self.dtype)
 
     # ---------------------------------------------------------------- a warp group's tiles
     def thread(self, warp_id: Int32) -> Thread:
@@ -146,6 +157,7 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
             masked, own = tile.blocks, Int32(-1)
         it = self.walk_blocks(g, part, state, walk, Stretch(Int32(0), tile.blocks, masked, own), it)
 
+        self.join_sums(state)
         normalize(state.acc_O, state.rows.max, state.rows.sum, state.rows.scale, self.scale(g), sinks)
         if not self.fits(state, part):
             self.request_recompute(s.recompute, n)
@@ -155,8 +167,8 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
     def read_part(self, g: Global, s: Shared, place: Int32, thread: Thread) -> tuple[Part, Walk]:
         """Read what the producer stored beside Q: the warp group's part of a tile, and the blocks that it walks."""
         item = s.item[None, place]
-        tile, head_group = self.tile(g, item), item[self.num_fields]
-        return Part(tile, head_group, thread), self.part_walk(tile, item, thread)
+        tile, first_head = self.tile(g, item), item[self.num_fields]
+        return Part(tile, first_head, thread), self.part_walk(tile, item, thread)
 
     def part_walk(self, tile: AnyTile, item: cute.Tensor, thread: Thread) -> Walk:
         """The blocks that the warp group walks, of an item in shared memory."""
@@ -225,8 +237,8 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
         warpgroup.wait_group(0)
         K.consumer_release(stage, sync_warp=False)
         self.cap(acc_S, state)
-        mask.apply(acc_S, rows.token, state.bounds)
-        online_softmax(acc_S, rows.max, rows.sum, rows.scale, state.scale_log2)
+        self.hide(acc_S, state, mask)
+        self.online_softmax(acc_S, state)
         round_to(acc_S, state.tOrP)
         if rescale_O:
             rescale(state.acc_O, rows.scale)
@@ -241,16 +253,28 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
         rows, acc_S = state.rows, self.accumulator_S()
         self.issue_products(acc_S, state, it)
         self.cap(acc_S, state)
-        mask.apply(acc_S, rows.token, state.bounds)
+        self.hide(acc_S, state, mask)
         if const_expr(self.dtype is cutlass.Float16):  # one softmax here, as two of them spill at head dims 64 and 96
-            online_softmax(acc_S, rows.max, rows.sum, rows.scale, state.scale_log2)
+            self.online_softmax(acc_S, state)
         elif takes_max:
-            online_softmax(acc_S, rows.max, rows.sum, rows.scale, state.scale_log2)
+            self.online_softmax(acc_S, state)
         else:
             self.softmax(acc_S, state)
         it = self.finish_products(acc_S, state, continues, it)
         rescale(state.acc_O, rows.scale)
         return it
+
+    def hide(self, acc_S: cute.Tensor, state: State, mask: Mask) -> None:
+        """-inf for the scores that rows do not keep."""
+        mask.apply(acc_S, state.rows.token, state.bounds)
+
+    def online_softmax(self, acc_S: cute.Tensor, state: State) -> None:
+        """Run the softmax of a block that may move the reference maximum of its rows."""
+        rows = state.rows
+        online_softmax(acc_S, rows.max, rows.sum, rows.scale, state.scale_log2)
+
+    def join_sums(self, state: State) -> None:
+        """Add what other warp groups have of the rows' sums."""
 
     def softmax(self, acc_S: cute.Tensor, state: State) -> None:
         """Run the softmax of a block whose rows keep their reference maximum; rows.scale as in `online_softmax`."""
@@ -399,7 +423,7 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
             cute.arch.fence_view_async_shared()
             self.sync_rows(wg)
             if self.stores_O(part.thread):
-                box = self.box(g.O, self.head_dim_v, part.head_group, token)
+                box = self.box(g.O, self.head_dim_v, part.first_head, token)
                 tOs, tOg = self.partition(tma_O, sO, self.head_dim_v, box)
                 cute.copy(tma_O, tOs, tOg)
                 cute.arch.cp_async_bulk_commit_group()

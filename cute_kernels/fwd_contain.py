@@ -87,4 +87,4 @@ class ForwardContainment(ForwardFrame):
 
     def kv_head(self, g: Global, part: Part) -> Int32:
         """The head of K and V that the tile's query heads read."""
-        return part.head_group // g.groups_per_kv
+        return part.first_head // g.heads_per_kv

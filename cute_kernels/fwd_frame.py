@@ -1,6 +1,6 @@
 """Attention forward on Hopper over packed groups: arguments, shared memory, pipelines and roles.
 
-A cluster takes tiles: consecutive packed rows of one group with all `packed_heads` query heads of one KV head, 64 rows
+A cluster takes tiles: consecutive packed rows of one group with `packed_heads` query heads of one KV head, 64 rows
 (tokens x heads) a warp group. All its CTAs walk the same key blocks (work.py), so each loads a part of every block and
 multicasts it. `fwd_load` has what the producer warp does, `fwd` what the MMA warp groups compute.
 
@@ -16,8 +16,9 @@ Besides, each warp group meets at a named barrier of its own (BAR_WG), and the c
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -73,10 +74,10 @@ class Arguments(NamedTuple):
 class Global(NamedTuple):
     """Tensors in global memory, Q to O as coordinates for the copy engine; and numbers."""
 
-    Q: cute.Tensor  # ((packed_heads, T), D, head groups)
+    Q: cute.Tensor  # ((packed_heads, T), D, first heads)
     K: cute.Tensor  # (T, D, Hk)
     V: cute.Tensor  # (T, Dv, Hk)
-    O: cute.Tensor  # ((packed_heads, T), Dv, head groups)
+    O: cute.Tensor  # ((packed_heads, T), Dv, first heads)
     v: cute.Tensor  # (T, Hk, Dv)
     pairs: cute.Tensor  # (T, H, Dv / 2), out as pairs of elements in 32 bits
     lse: cute.Tensor  # (H, T)
@@ -87,7 +88,7 @@ class Global(NamedTuple):
     sinks: cute.Tensor | None  # (H)
     softcap: Float32 | None
     scale: Float32
-    groups_per_kv: Int32  # head groups of one KV head
+    heads_per_kv: Int32
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,14 @@ class Pipelines(NamedTuple):
     V: WrappingPipeline
 
 
+class Handed(NamedTuple):
+    """What two warp groups that share rows hand to each other in shared memory."""
+
+    P: cute.Tensor  # (64, N, 2) probabilities of two blocks
+    parts: cute.Tensor  # (4, 128, N/16, 2) fp32: a group's part of S of the other one's keys
+    numbers: cute.Tensor  # (2, 32, 2) fp32: of each row of a thread, of four threads each, of the two groups
+
+
 class Shared(NamedTuple):
     """Shared memory."""
 
@@ -156,8 +165,9 @@ class Shared(NamedTuple):
     K: cute.Tensor  # (N, D, stages)
     V: cute.Tensor  # (N, Dv, stages)
     pipes: Pipelines
-    item: cute.Tensor  # (item_fields, q_places) whose Q is there: the tile's fields, head group, the warp group's Walk
+    item: cute.Tensor  # (item_fields, q_places) whose Q is there: the tile's fields, first head, the warp group's Walk
     recompute: cute.Tensor  # (1 + RECOMPUTE_WORDS) one past the last item to recompute; a bit for each of the cluster's
+    handed: Handed | None  # where two warp groups share rows
 
 
 class Thread(NamedTuple):
@@ -172,7 +182,7 @@ class Part(NamedTuple):
     """The part of a tile that a warp group takes, as one of its threads sees it."""
 
     tile: AnyTile
-    head_group: Int32
+    first_head: Int32  # of packed_heads query heads
     thread: Thread
 
 
@@ -191,7 +201,7 @@ class State(NamedTuple):
 
     tSrQ: cute.Tensor  # (MMA, 1, D/16), shared memory
     tSrK: cute.Tensor  # (MMA, 1, D/16, stages), shared memory
-    tOrP: cute.Tensor  # (MMA, 1, N/16), N/4 R
+    tOrP: cute.Tensor  # (MMA, 1, N/16), N/4 R; or (MMA, 1, N/16, 2), shared memory
     tOrV: cute.Tensor  # (MMA, 1, N/16, stages), shared memory
     acc_O: cute.Tensor  # (64, Dv), Dv/2 R
     rows: Rows
@@ -201,6 +211,7 @@ class State(NamedTuple):
     scale_log2: Float32
     cap_factor: Float32 | None  # see softmax.cap
     wg: Int32
+    handed: Handed | None
 
 
 class ForwardFrame(Clustered):
@@ -211,14 +222,14 @@ class ForwardFrame(Clustered):
     past them as zeros and drops them on the way out). Without head_dim_v the two are one, and Dv is D.
 
     Arguments of the compiled kernel, in order (`fake_arguments` builds matching fakes):
-        q: [T, H, D] fp16 or bf16. H a multiple of Hk * packed_heads. T >= 1.
+        q: [T, H, D] fp16 or bf16. H a multiple of Hk. T >= 1.
         k: [T, Hk, D], dtype of q.
         v: [T, Hk, Dv], dtype of q.
-        out: [T, H, Dv], dtype of q. Every element is written.
-        lse: [H, T] fp32, natural log, contiguous along T. Every element is written.
+        out: [T, H, Dv], dtype of q. Every element of the heads in the schedule is written.
+        lse: [H, T] fp32, natural log, contiguous along T. Written as out.
         work: [n, 8] int32, the tiles of `dualkv.ops.plan.forward` for this kernel's tile (fields: abi.ForwardFields).
-        schedule: [n * H / packed_heads, 2] int32, `dualkv.ops.plan.schedule` for as many clusters as are launched:
-            every tile of every head group once, as (tile, head group). Of c clusters, each takes every c-th.
+        schedule: [items, 2] int32, `dualkv.ops.plan.schedule` for as many clusters as are launched: (tile, the first of
+            packed_heads query heads of one KV head). Of c clusters, each takes every c-th.
         segment_begin: [T] int32, the packed row where each row's segment begins.
         softmax_scale: fp32, above 0.
         num_sms: int32, multiprocessors of the device: CTAs launched at most.
@@ -249,7 +260,8 @@ class ForwardFrame(Clustered):
     tile_fields = ForwardFields.NUM_FIELDS
     finds_walks = True  # the producer works out which blocks a warp group walks; else they are in the tables
     max_head_dim = 256
-    allowed_warp_groups = (2, 3)
+    allowed_warp_groups: ClassVar[Sequence[int]] = (2, 3)
+    allowed_stages: ClassVar[Sequence[int]] = range(1, 17)
     column_groups = 1  # MMA warp groups that share 64 rows, each with an equal part of O's columns
 
     def __init__(
@@ -279,6 +291,8 @@ class ForwardFrame(Clustered):
         if warp_groups not in self.allowed_warp_groups or cluster not in (1, 2):
             groups = " or ".join(map(str, self.allowed_warp_groups))
             raise ValueError(f"got {warp_groups} warp groups and clusters of {cluster}, expected {groups}, and 1 or 2")
+        if stages not in self.allowed_stages:
+            raise ValueError(f"stages is {stages}, expected {self.allowed_stages[0]} to {self.allowed_stages[-1]}")
         self.dtype, self.head_dim, self.packed_heads = dtype, head_dim, packed_heads
         self.tile_n, self.warp_groups, self.stages, self.cluster = tile_n, warp_groups, stages, cluster
         self.has = Features(*(name in features for name in ("window", "sinks", "softcap")))
@@ -345,7 +359,7 @@ class ForwardFrame(Clustered):
         out: cute.Tensor,  # (T, H, Dv)
         lse: cute.Tensor,  # (H, T)
         work: cute.Tensor,  # (n, 8)
-        schedule: cute.Tensor,  # (n * head groups, 2)
+        schedule: cute.Tensor,  # (items, 2)
         segment_begin: cute.Tensor,  # (T)
         softmax_scale: Float32,
         num_sms: Int32,
@@ -377,11 +391,11 @@ class ForwardFrame(Clustered):
         )
         pairs = cute.make_tensor(cute.recast_ptr(x.out.iterator, dtype=Int32), pairs_layout)
         tables = x.lse, x.work, x.schedule, x.bounds, x.regions, x.features.sinks, x.features.softcap
-        groups_per_kv = x.q.shape[1] // self.packed_heads // x.k.shape[1]
+        heads_per_kv = x.q.shape[1] // x.k.shape[1]
         num_clusters = cutlass.min(x.schedule.shape[0], num_sms // self.cluster)
         self.kernel(
             Atoms(tma_Q, tma_K, tma_V, tma_O),
-            Global(gQ, gK, gV, gO, x.v, pairs, *tables, softmax_scale, groups_per_kv),
+            Global(gQ, gK, gV, gO, x.v, pairs, *tables, softmax_scale, heads_per_kv),
         ).launch(
             grid=[num_clusters * self.cluster, 1, 1],
             block=[128 * (1 + self.mma_groups), 1, 1],
@@ -391,9 +405,9 @@ class ForwardFrame(Clustered):
         )
 
     def packed(self, x: cute.Tensor) -> cute.Tensor:
-        """(T, H, D) -> ((packed_heads, T), D, head groups)"""
+        """(T, H, D) -> ((packed_heads, T), D, first heads), of which neighbours overlap"""
         G, (T, H, D), (sT, sH, sD) = self.packed_heads, x.shape, x.stride
-        return cute.make_tensor(x.iterator, cute.make_layout(((G, T), D, H // G), stride=((sH, sT), sD, sH * G)))
+        return cute.make_tensor(x.iterator, cute.make_layout(((G, T), D, H - G + 1), stride=((sH, sT), sD, sH)))
 
     def by_head(self, x: cute.Tensor) -> cute.Tensor:
         """(T, Hk, D) -> (T, D, Hk)"""
@@ -447,12 +461,16 @@ class ForwardFrame(Clustered):
         pipes = self.pipelines(barriers, self.q_places)
         item = allocator.allocate_tensor(Int32, cute.make_layout((self.item_fields, self.q_places)), 8)
         recompute = allocator.allocate_tensor(Int32, cute.make_layout(1 + RECOMPUTE_WORDS), 8)
-        return Shared(sQ, sK, sV, pipes, item, recompute), barriers
+        return Shared(sQ, sK, sV, pipes, item, recompute, self.allocate_handed(allocator)), barriers
 
     def allocate_tiles(self, allocator: SmemAllocator) -> list[cute.Tensor]:
         """Q, K and V of `Shared`."""
         layouts = self.q_layout(), self.kv_layout(self.head_dim), self.kv_layout(self.head_dim_v)
         return [allocator.allocate_tensor(self.dtype, x.outer, 1024, x.inner) for x in layouts]
+
+    def allocate_handed(self, allocator: SmemAllocator) -> Handed | None:
+        """`Shared.handed`"""
+        return None
 
     # ---------------------------------------------------------------- pipelines
     def pipelines(self, barriers: MbarrierAllocator, q_places: int) -> Pipelines:
@@ -562,16 +580,16 @@ class ForwardFrame(Clustered):
 
     def head(self, part: Part, r: int) -> Int32:
         """Query head of the thread's row r."""
-        return part.head_group * self.packed_heads + (part.thread.row + 8 * r) % self.packed_heads
+        return part.first_head + (part.thread.row + 8 * r) % self.packed_heads
 
     def in_use(self, part: Part, r: int) -> Boolean:
         """Whether the thread's row r is a query's; the others hold anything and are not stored."""
         return (part.thread.row + 8 * r < self.rows_wg) & (self.token(part, r) < part.tile.row_end)
 
-    def box(self, x: cute.Tensor, columns: int, head_group: Int32, token: Int32) -> cute.Tensor:
-        """The ((packed_heads, tokens_wg), D or Dv) box of q or out that starts at `token`."""
+    def box(self, x: cute.Tensor, columns: int, first_head: Int32, token: Int32) -> cute.Tensor:
+        """The ((packed_heads, tokens_wg), D or Dv) box of q or out that starts at a head and a token."""
         tile = ((self.packed_heads, self.tokens_wg), columns)
-        return cute.local_tile(cute.domain_offset(((0, token), 0), x[None, None, head_group]), tile, ((0, 0), 0))
+        return cute.local_tile(cute.domain_offset(((0, token), 0), x[None, None, first_head]), tile, ((0, 0), 0))
 
     def group(self, thread: Thread) -> Int32:
         """The thread's warp group among all MMA warp groups of the CTA."""

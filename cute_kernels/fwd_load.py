@@ -33,7 +33,7 @@ class ForwardLoads(ForwardFrame):
 
     @cute.jit
     def read_item(self, g: Global, item: Int32) -> Int32:
-        """An item, one field a lane: its tile's fields, then its head group. Two loads, one after the other."""
+        """An item, one field a lane: its tile's fields, then its first head. Two loads, one after the other."""
         lane, field = cute.arch.lane_idx(), g.schedule[item, 1]
         if lane < self.num_fields:
             field = g.work[g.schedule[item, 0], lane]
@@ -52,8 +52,8 @@ class ForwardLoads(ForwardFrame):
 
         Returns the use of the next item's first block, and the field of `following`.
         """
-        *fields, head_group = [cute.arch.shuffle_sync(field, j) for j in (*range(self.tile_fields), self.num_fields)]
-        tile, kv_head = self.tile(g, fields), head_group // g.groups_per_kv
+        *fields, first_head = [cute.arch.shuffle_sync(field, j) for j in (*range(self.tile_fields), self.num_fields)]
+        tile, kv_head = self.tile(g, fields), first_head // g.heads_per_kv
         K = atoms.K, g.K[None, None, kv_head], s.K, s.pipes.K
         V = atoms.V, g.V[None, None, kv_head], s.V, s.pipes.V
         keys, previous = s.pipes.K, tile.key_row(Int32(0))
@@ -62,7 +62,7 @@ class ForwardLoads(ForwardFrame):
         # tile, which then find their first blocks there.
         early = self.q_places - self.warp_groups
         for wg in cutlass.range_constexpr(early):
-            self.load_queries(atoms, g, s, tile, head_group, field, wg, count)
+            self.load_queries(atoms, g, s, tile, first_head, field, wg, count)
         begin = Int32(1)
         if const_expr(early < self.warp_groups):
             if tile.blocks > 1:
@@ -73,7 +73,7 @@ class ForwardLoads(ForwardFrame):
                 it = keys.next(it)
             begin = Int32(2)
             for wg in cutlass.range_constexpr(early, self.warp_groups):
-                self.load_queries(atoms, g, s, tile, head_group, field, wg, count)
+                self.load_queries(atoms, g, s, tile, first_head, field, wg, count)
         field = self.read_item(g, following)
         for i in cutlass.range(begin, tile.blocks, 1, unroll=1):  # K is a block ahead of V, as the MMA warps use them
             row = tile.key_row(i)
@@ -91,7 +91,7 @@ class ForwardLoads(ForwardFrame):
         g: Global,
         s: Shared,
         tile: AnyTile,
-        head_group: Int32,
+        first_head: Int32,
         field: Int32,
         wg: cutlass.Constexpr,
         count: Int32,
@@ -100,7 +100,7 @@ class ForwardLoads(ForwardFrame):
         lane, item = cute.arch.lane_idx(), s.item
         stage, place = s.pipes.Q.producer_acquire(count, wg)
         first, last = self.first_token(tile, wg), self.last_token(tile, wg)
-        box = self.box(g.Q, self.head_dim, head_group, first)
+        box = self.box(g.Q, self.head_dim, first_head, first)
         tQs, tQg = self.partition(atoms.Q, s.Q[None, None, place], self.head_dim, box)
         cute.copy(atoms.Q, tQg, tQs, tma_bar_ptr=s.pipes.Q.full[stage.index])
         if lane <= self.num_fields:

@@ -50,7 +50,7 @@ class PathForwardKernel(ForwardKernel):
         out: cute.Tensor,  # (T, H, Dv)
         lse: cute.Tensor,  # (H, T)
         work: cute.Tensor,  # (n, num_fields)
-        schedule: cute.Tensor,  # (n * head groups, 2)
+        schedule: cute.Tensor,  # (items, 2)
         regions: cute.Tensor,  # (m, 2)
         visible_end: cute.Tensor,  # (T + N)
         softmax_scale: Float32,

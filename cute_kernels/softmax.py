@@ -20,8 +20,19 @@ SUM_LIMIT = 2.0**64  # for the sum of a row's probabilities; beyond, the row has
 REFERENCE_LIMIT = 2.0**12  # for a reference in powers of two, up to which `_exp2` may subtract its rounded product
 
 
+def row_maxima(acc_S: cute.Tensor) -> list[Float32]:
+    """The largest score of each of the thread's rows."""
+    own = [reduce_tree(cute.arch.fmax, [acc_S[e] for e in row_elements(acc_S, r)]) for r in range(2)]
+    return [cute.arch.warp_reduction_max(x, threads_in_group=4) for x in own]  # four threads hold a row
+
+
 def online_softmax(
-    acc_S: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, o_scale: cute.Tensor, scale_log2: Float32
+    acc_S: cute.Tensor,
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+    o_scale: cute.Tensor,
+    scale_log2: Float32,
+    others: list[Float32] | None = None,
 ) -> None:
     """acc_S becomes exp2((s - reference) * scale_log2); row_sum is this thread's part; O must be multiplied by o_scale.
 
@@ -31,10 +42,14 @@ def online_softmax(
     o_scale is 0 where it would be below 2^-126. A sum up to SUM_LIMIT loses less than 2^-62 of the row by that. A
     larger sum becomes inf and stays inf or NaN, so that the tile's end sees that the row has outgrown its reference:
     times 0, the sum would look as if it had not.
+
+    others: the largest of the scores of each row that another warp group has.
     """
     for r in range(2):
         elements = row_elements(acc_S, r)
         new_max = cute.arch.fmax(row_max[r], reduce_tree(cute.arch.fmax, [acc_S[e] for e in elements]))
+        if others is not None:
+            new_max = cute.arch.fmax(new_max, others[r])
         new_max = cute.arch.warp_reduction_max(new_max, threads_in_group=4)  # four threads hold a row
         grown = (new_max - row_max[r]) * scale_log2 > RESCALE_AT
         new_max = cutlass.select_(grown, new_max, row_max[r])

@@ -56,7 +56,7 @@ def run(forward: KernelSpec, backward: bool, on: str = "cuda") -> float:
         q, k, v = (x.to(device, dtype, copy=True).requires_grad_(backward) for x in half)
         of_heads = None if sinks is None else sinks.to(device)
         least = 0 if of_few_keys(forward) else 2**62
-        with patch.multiple(hopper, FEW_KEYS_ROWS=least, FEW_KEYS_COST=0, FEW_KEYS_WALK=0):
+        with patch.multiple(hopper, FEW_KEYS_ROWS=least, FEW_KEYS_COST=0, FEW_KEYS_WALK=0, PARTS_COST=0):
             out = dualkv.attention(q, k, v, layout.to(device), sinks=of_heads, softcap=softcap)
             if backward:
                 out.float().square().sum().backward()

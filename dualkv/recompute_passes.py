@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +16,7 @@ from codegen.tiles import ForwardTile
 from cute_kernels.abi import warp_group_tokens
 from dualkv.arrays import IntArray
 from dualkv.ops.features import Features
-from dualkv.ops.hopper import DTYPES, few_keys_forward
+from dualkv.ops.hopper import DTYPES, forward_launches
 from dualkv.ops.plan.paths import first_keys, tiled_runs
 from dualkv.segments import Segments, segments_of
 
@@ -83,26 +85,26 @@ class RecomputePasses(TorchDispatchMode):
         segments = segments_of(offsets, parent)
         asked = Features(**{name: options[name] for name in Features._fields if name in options})
         features = asked.of_call(segments.longest_path, lse.dtype)
-        spec = _specification(q, k, v, segments, features)
-        grid = segments.cached(
-            (
-                "recompute_passes",
-                spec.operation,
-                spec.tile,
-                spec.packed_heads,
-                features.reach,
-                features.batch_invariant,
-            ),
-            lambda: _grid(segments, spec, features),
-        )
-        found = _outgrown(q, k, v, lse, grid, softmax_scale, features.softcap)
-        of_parts = found.unflatten(0, (-1, spec.packed_heads)).any(1)
-        tiles = torch.zeros(len(of_parts), grid.tiles, device=q.device)
-        tiles.index_add_(1, torch.from_numpy(grid.tile).to(q.device), of_parts.float())
         self.calls += 1
-        self.all_rows += found.numel()
-        self.all_tiles += tiles.numel()
-        self._found.append(torch.stack([found.sum(), tiles.count_nonzero()]))
+        for heads, spec in _launches(q, k, v, segments, features):
+            grid = segments.cached(
+                (
+                    "recompute_passes",
+                    spec.operation,
+                    spec.tile,
+                    spec.packed_heads,
+                    features.reach,
+                    features.batch_invariant,
+                ),
+                partial(_grid, segments, spec, features),
+            )
+            found = _outgrown(q, k, v, lse, grid, softmax_scale, features.softcap)[heads]
+            of_parts = found.unflatten(0, (-1, spec.packed_heads)).any(1)
+            tiles = torch.zeros(len(of_parts), grid.tiles, device=q.device)
+            tiles.index_add_(1, torch.from_numpy(grid.tile).to(q.device), of_parts.float())
+            self.all_rows += found.numel()
+            self.all_tiles += tiles.numel()
+            self._found.append(torch.stack([found.sum(), tiles.count_nonzero()]))
 
 
 class _Grid(NamedTuple):
@@ -121,17 +123,20 @@ class _Grid(NamedTuple):
     tiles: int
 
 
-def _specification(
+def _launches(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, features: Features
-) -> KernelSpec[ForwardTile]:
-    """The kernel that would run the call on a Hopper GPU; in bf16 if it takes the dtype no more than another device."""
+) -> Iterator[tuple[list[int], KernelSpec[ForwardTile]]]:
+    """The launches that would run the call on a Hopper GPU, with the query heads of each; in bf16 if the kernels take
+    the dtype no more than another device."""
     (_, heads, head_dim), (_, kv_heads, head_dim_v), window = q.shape, v.shape, features.reach
     per_kv = heads // kv_heads
     trees = segments.max_depth > 2 or window is not None or features.batch_invariant
-    few = not trees and few_keys_forward(segments, head_dim, per_kv, kv_heads, head_dim_v)
     short = window is not None and window.short
     dtype = DTYPES.get(q.dtype, "bf16")
-    return forward_spec(dtype, head_dim, per_kv, trees, features.names, short, head_dim_v, few_keys=few)
+    for taken, few in forward_launches(segments, trees, head_dim, per_kv, kv_heads, head_dim_v):
+        own = [first + head for first in range(0, heads, per_kv) for head in taken]
+        spec = forward_spec(dtype, head_dim, len(taken), trees, features.names, short, head_dim_v, few_keys=few)
+        yield own, spec
 
 
 def _grid(segments: Segments, spec: KernelSpec[ForwardTile], features: Features) -> _Grid:

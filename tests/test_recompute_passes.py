@@ -9,10 +9,12 @@ import pytest
 import torch
 
 import dualkv
+from codegen.tiles import forward_tile
 from cute_kernels import softmax
 from cute_kernels.abi import ForwardFields, PathFields
 from dualkv import Layout
 from dualkv import recompute_passes as counted
+from dualkv.ops import hopper
 from dualkv.ops.features import Features
 from dualkv.ops.plan.forward import forward_work, segment_begin
 from dualkv.ops.plan.paths import first_keys, path_work
@@ -95,7 +97,7 @@ def test_rows_that_outgrow_their_reference_are_counted(name, features):
     q[..., 0], k[..., 0] = 4, heights * (8 / 4 * math.log(2))
     with dualkv.RecomputePasses() as passes:
         _, lse = dualkv.attention(q, k, v, layout, return_lse=True, **features._asdict())
-    spec = counted._specification(q, k, v, seg, features)
+    ((_, spec),) = counted._launches(q, k, v, seg, features)
     grid = counted._grid(seg, spec, features)
     found = counted._outgrown(q, k, v, lse, grid, 0.125, features.softcap).numpy()
 
@@ -119,6 +121,25 @@ def test_rows_that_outgrow_their_reference_are_counted(name, features):
     assert (passes.calls, passes.rows, passes.all_rows) == (1, found.sum(), exact.size)
     assert len(tiles) <= passes.tiles <= passes.all_tiles == grid.tiles * HEADS // spec.packed_heads
     assert f"{passes.tiles} of {passes.all_tiles} tiles" in str(passes)
+
+
+def test_tiles_of_two_launches_are_counted(monkeypatch):
+    """The first four of five query heads a KV head have tiles, and the last one has others."""
+    layout = LAYOUTS["groups"]
+    q, k, v = (torch.randn(layout.num_tokens, heads, 64) for heads in (10, 2, 2))
+    q[30, [3, 9]] *= 1e6
+    counts = []
+    for rows in (0, 2**62):
+        monkeypatch.setattr(hopper, "FEW_KEYS_ROWS", rows)
+        monkeypatch.setattr(hopper, "PARTS_COST", math.inf)
+        with dualkv.RecomputePasses() as passes:
+            dualkv.attention(q, k, v, layout)
+        counts.append((passes.calls, passes.rows, passes.all_rows, passes.tiles, passes.all_tiles))
+        layout = Layout.from_lengths([300, 40], [[100, 60, 40], [20, 30]])
+    (parts, whole), tile = counts, forward_tile(64)
+    tiles = {heads: sum(-(-rows // tile.tokens(heads)) for rows in (500, 90)) for heads in (1, 4, 5)}
+    assert parts == (1, 2, 10 * layout.num_tokens, 2, 2 * (tiles[1] + tiles[4]))
+    assert whole == (1, 2, 10 * layout.num_tokens, 2, 2 * tiles[5])
 
 
 def test_other_reasons_for_a_recompute_pass():

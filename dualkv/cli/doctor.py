@@ -13,7 +13,7 @@ import torch
 
 from codegen import KernelError, compile, folders, packages, precompiled, store, toolchain
 from codegen.spec import DTYPES, backward_specs, forward_spec
-from codegen.tiles import HEAD_DIM_PAIRS, MAX_PACKED_HEADS
+from codegen.tiles import HEAD_DIM_PAIRS, MAX_PACKED_HEADS, head_parts
 from dualkv import __version__
 from dualkv.cli.precompile import usable_cpus
 from dualkv.integrations import flash_linear_attention
@@ -172,8 +172,11 @@ def _counted(folder: Path) -> str:
 
 def _ready(dtype: str, head_dim: int, head_dim_v: int) -> Ready:
     def serves(ratio: int) -> bool:
-        kinds = (forward_spec(dtype, head_dim, ratio, head_dim_v=head_dim_v, few_keys=x) for x in (False, True))
-        return all(store.where(spec) for spec in kinds)
+        return all(
+            store.where(forward_spec(dtype, head_dim, len(heads), head_dim_v=head_dim_v, few_keys=few_keys))
+            for heads in (range(ratio), *head_parts(ratio))
+            for few_keys in (False, True)
+        )
 
     def whole(deterministic: bool) -> bool:
         kinds = [

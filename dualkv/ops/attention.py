@@ -99,9 +99,8 @@ def attention(
             fp32, device of q, below +inf. A sink takes its part of the softmax and has no value.
         softcap: from 2^-20 (in fp16 2^-3) to 2^10, as in Gemma 2; none by default.
         batch_invariant: the bits of a row's out and lse depend on nothing but the row's path and where the path is cut
-            into segments: not on other responses, groups, their order, or how many heads a call has ("reference" on a
-            CPU with several threads depends on the heads). Backends "hopper" and "reference" only. Gradients are as
-            ever.
+            into segments: not on other responses, groups, their order, or how many heads a call has. Backends "hopper"
+            and "reference" only. Gradients are as ever.
         return_lse: also return lse. Gradients of lse reach q, k and sinks.
         backend: what computes the call, forward and backward: "hopper" (this project's kernels), "cudnn" (cuDNN's
             interval-mask attention), "flash" (PyTorch's FlashAttention calls, merged), "flex" (FlexAttention, compiled;

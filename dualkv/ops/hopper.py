@@ -18,10 +18,12 @@ from codegen.tiles import (
     FEW_KEYS_COST,
     FEW_KEYS_ROWS,
     FEW_KEYS_WALK,
+    PARTS_COST,
     BackwardTile,
     ForwardTile,
     backward_tile,
     forward_tile,
+    head_parts,
     packed_heads,
 )
 from cute_kernels.abi import STAT_COLUMNS, clears_ahead, lock_words
@@ -89,9 +91,44 @@ def few_keys_forward(
     return segments.cached(("few_keys_forward", head_dim, head_dim_v, heads_per_kv), gains)
 
 
+def forward_launches(
+    segments: Segments, trees: bool, head_dim: int, heads_per_kv: int, kv_heads: int, head_dim_v: int | None = None
+) -> list[tuple[range, bool]]:
+    """The launches of the forward of a call: which query heads of each KV head each of them takes, and whether without
+    clusters (`few_keys_forward`).
+
+    One takes all of them. Of a call of at most two levels with enough rows, two take parts that fill tiles better, if
+    that takes less time by the plan.
+
+    Args:
+        trees: the call runs the kernel for trees.
+    """
+
+    def launch(heads: range) -> tuple[range, bool]:
+        return heads, not trees and few_keys_forward(segments, head_dim, len(heads), kv_heads, head_dim_v)
+
+    def cost(heads: range, few_keys: bool) -> float:
+        tile = forward_tile(head_dim, head_dim_v=head_dim_v, few_keys=few_keys)
+        return plan_forward.cost_walked(segments, tile, len(heads))
+
+    whole = launch(range(heads_per_kv))
+    if trees or segments.total * kv_heads < FEW_KEYS_ROWS:
+        return [whole]
+
+    def made() -> list[tuple[range, bool]]:
+        parts = [launch(heads) for heads in head_parts(heads_per_kv)]
+        gains = len(parts) > 1 and sum(cost(*part) for part in parts) <= PARTS_COST * cost(*whole)
+        return parts if gains else [whole]
+
+    return segments.cached(("forward_launches", head_dim, head_dim_v, heads_per_kv), made)
+
+
 # ---------------------------------------------------------------- plans on a device
 class ForwardPlan(Plan):
     """The forward's plan, for one kernel and one number of heads and KV heads.
+
+    Args:
+        taken: of the query heads of each KV head those that the launch takes; None: all.
 
     Attributes:
         launches: of each launch the tables, int32, in the order of the kernel's arguments: work items, schedule and
@@ -101,14 +138,16 @@ class ForwardPlan(Plan):
 
     def __init__(
         self, segments: Segments, device: torch.device, spec: KernelSpec[ForwardTile], heads: int, kv_heads: int,
-        window: Window | None = None, by_segment: bool = False,
+        window: Window | None = None, by_segment: bool = False, taken: range | None = None,
     ) -> None:  # fmt: skip
         parts = spec.tile.parts if spec.trees else 0  # a work item has fields for each
         key = spec.operation, device, spec.tile.tokens(spec.packed_heads), spec.tile.tile_n, parts, window, by_segment
         tiles = segments.cached(key, lambda: ForwardTiles(segments, device, spec, window, by_segment))
         clusters, kv_bytes = _num_sms(device) // spec.tile.cluster, 2 * sum(spec.head_dims) * segments.total
-        head_groups = heads // spec.packed_heads
-        items = schedule.schedule(tiles.cost, head_groups, kv_heads, clusters, kv_bytes, tiles.longest_first)
+        per_kv = heads // kv_heads
+        first_head = np.arange(0, heads, per_kv)[:, None] + np.array((taken or range(per_kv))[:: spec.packed_heads])
+        items = schedule.schedule(tiles.cost, first_head.size, kv_heads, clusters, kv_bytes, tiles.longest_first)
+        items[:, 1] = first_head.reshape(-1)[items[:, 1]]
         scheduled = _upload(items, device)
         # A cluster recomputes all items that share a mark. By segment no row may be recomputed for another one's sake.
         marked = clusters * RECOMPUTE_MARKS if by_segment else len(items)
@@ -218,13 +257,13 @@ def _planned(segments: Segments, device: torch.device, key: Any, make: Callable[
 
 def forward_plan(
     segments: Segments, device: torch.device, spec: KernelSpec[ForwardTile], heads: int, kv_heads: int,
-    window: Window | None = None, by_segment: bool = False,
+    window: Window | None = None, by_segment: bool = False, taken: range | None = None,
 ) -> ForwardPlan:  # fmt: skip
     """The forward's plan; see `_planned`. With a window and by segment, `spec` is a specification for trees."""
-    key = "forward", spec.operation, spec.head_dims, spec.tile, heads, kv_heads, window, by_segment
+    key = "forward", spec.operation, spec.head_dims, spec.tile, heads, kv_heads, window, by_segment, taken
 
     def make() -> ForwardPlan:
-        return ForwardPlan(segments, device, spec, heads, kv_heads, window, by_segment)
+        return ForwardPlan(segments, device, spec, heads, kv_heads, window, by_segment, taken)
 
     return _planned(segments, device, key, make)
 
@@ -318,10 +357,11 @@ def forward(
     softmax_scale: float,
     features: Features = NONE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [T, H, Dv] in q's dtype, lse [H, T] fp32) in one launch on the current stream; see :func:`unsupported`.
+    """(out [T, H, Dv] in q's dtype, lse [H, T] fp32) on the current stream; see :func:`unsupported`.
 
-    The first call with a dtype, head dims and GQA ratio loads the kernel, and compiles it if no store has it. The first
-    call with a layout makes its plan. Later calls wait for nothing.
+    One launch takes all heads, or each of two some (:func:`forward_launches`). The first call with a dtype, head dims
+    and GQA ratio loads the kernel, and compiles it if no store has it. The first call with a layout makes its plan.
+    Later calls wait for nothing.
 
     Args:
         q: [T, H, D] bf16 or fp16, D a multiple of 8 up to 512, T at least 1.
@@ -339,10 +379,11 @@ def forward(
     by_segment = features.batch_invariant
     trees = segments.max_depth > 2 or window is not None or by_segment
     short = window is not None and window.short
-    per_kv = heads // kv_heads
-    few = not trees and few_keys_forward(segments, head_dim, per_kv, kv_heads, head_dim_v)
-    spec, kernel = _kernel(q.dtype, head_dim, per_kv, device, trees, features.names, short, head_dim_v, few)
-    planned = forward_plan(segments, device, spec, heads, kv_heads, window, by_segment)
+    launches = []
+    for taken, few in forward_launches(segments, trees, head_dim, heads // kv_heads, kv_heads, head_dim_v):
+        spec, kernel = _kernel(q.dtype, head_dim, len(taken), device, trees, features.names, short, head_dim_v, few)
+        planned = forward_plan(segments, device, spec, heads, kv_heads, window, by_segment, taken)
+        launches += [(kernel, tables) for tables in planned.launches]
     q, k, v = tma_ready(q), tma_ready(k), tma_ready(v)
     out = q.new_empty((rows, heads, head_dim_v))
     lse = q.new_empty((heads, rows), dtype=torch.float32)
@@ -351,7 +392,7 @@ def forward(
         lse.fill_(math.inf)
     given = features.asked | {"window": planned.first_key}
     own = [given[name] for name in spec.features]
-    for tables in planned.launches:
+    for kernel, tables in launches:
         kernel(q, k, v, out, lse, *tables, softmax_scale, _num_sms(device), *own)
     return out, lse
 

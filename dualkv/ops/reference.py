@@ -175,6 +175,28 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> out [T, H, Dv] in q's dtype, lse [H, T] (natural log) in fp32, or fp64 for fp64 inputs; sinks [H] in the dtype
     of lse."""
+    kv_heads, per_kv = k.shape[1], q.shape[1] // k.shape[1]
+    if not features.batch_invariant or kv_heads == 1:
+        return _forward(q, k, v, segments, softmax_scale, features, by_segment)
+    parts = []  # by KV heads: with several threads a CPU makes one product in another way than two
+    for head in range(kv_heads):
+        one, own = slice(head, head + 1), slice(per_kv * head, per_kv * (head + 1))
+        sinks = None if features.sinks is None else features.sinks[own]
+        of_head = features._replace(sinks=sinks)
+        parts.append(_forward(q[:, own], k[:, one], v[:, one], segments, softmax_scale, of_head, by_segment))
+    return torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts])
+
+
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    segments: Segments,
+    softmax_scale: float,
+    features: Features,
+    by_segment: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute what :func:`forward` returns, of all heads at once."""
     total, heads, _ = q.shape
     kv_heads, acc, window = k.shape[1], _accumulate_dtype(q.dtype), features.reach
     size = 1 if by_segment and window else CHUNK

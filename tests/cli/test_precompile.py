@@ -284,6 +284,9 @@ def test_requests():
         *(forward_spec("fp16", 64, h) for h in (1, 2)),
         *(forward_spec("fp16", 96, h, few_keys=few_keys) for h in (1, 2) for few_keys in (False, True)),
     ]
+    assert requested(head_dims=[64], gqa=[5], directions=["forward"]) == [
+        forward_spec("bf16", 64, h) for h in (5, 4, 1)
+    ], "two launches may take the heads of a KV head"
     assert requested(head_dims=[64], gqa=[2], directions=["forward"], trees=True) == [
         forward_spec("bf16", 64, 2, trees) for trees in (False, True)
     ]

@@ -22,6 +22,7 @@ from codegen.tiles import (
     MIXED,
     MIXED_RATIOS,
     ForwardTile,
+    head_parts,
 )
 
 SPEC = forward_spec("bf16", 128, 4)
@@ -50,6 +51,13 @@ def test_heads_that_leave_rows_idle_are_taken_apart_in_long_windows():
         )
         assert long == taken
         assert short == full == (ratio if ratio <= 16 else taken)
+
+
+def test_parts_of_heads_fill_more_rows():
+    for ratio, first in ((5, 4), (6, 4), (10, 8), (11, 8), (12, 8), (13, 9), (14, 7), (15, 7)):
+        assert head_parts(ratio) == [range(first), range(first, ratio)]
+    for ratio in (1, 2, 3, 4, 7, 8, 9, 16, 17, 20, 24):
+        assert head_parts(ratio) == [range(ratio)]
 
 
 def test_every_head_dim_and_ratio_is_served_by_the_table():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from codegen.spec import forward_spec
-from codegen.tiles import HEAD_DIMS
+from codegen.tiles import HEAD_DIMS, head_parts
 from dualkv import Layout
 from dualkv.ops import hopper
 from tests import oracle
@@ -119,6 +119,22 @@ def test_many_groups_whose_rows_see_few_keys(seed, ratio):
     check(q, k, v, layout, few_keys=True)
     called = hopper.forward(q, k, v, layout._segments, 128**-0.5)
     assert all(map(torch.equal, called, run(q, k, v, layout, few_keys=True)))
+
+
+@pytest.mark.parametrize("ratio", [5, 6, 10, 11, 12])
+def test_heads_in_two_launches(monkeypatch, ratio):
+    """Each launch computes what a call with its heads alone does."""
+    monkeypatch.setattr(hopper, "FEW_KEYS_ROWS", 0)
+    monkeypatch.setattr(hopper, "FEW_KEYS_COST", float("inf"))
+    monkeypatch.setattr(hopper, "PARTS_COST", float("inf"))
+    layout = LAYOUTS["ragged groups"]
+    q, k, v = inputs(layout, 2 * ratio, 2)
+    out, lse = hopper.forward(q, k, v, layout._segments, 128**-0.5)
+    for heads in head_parts(ratio):
+        own = [first + head for first in (0, ratio) for head in heads]
+        alone, alone_lse = run(q[:, own], k, v, layout)
+        assert torch.equal(out[:, own], alone)
+        assert torch.equal(lse[own], alone_lse)
 
 
 @pytest.mark.parametrize("num_sms", [1, 2, 7])

@@ -3,6 +3,7 @@ wrong."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -111,6 +112,24 @@ def test_a_window_that_hides_nothing_is_none(monkeypatch):
         dualkv.attention(q, k, v, TREE, **features)
     assert TREE._segments.longest_path == 9
     assert seen == [Window(8), None, None, None, Window(chunk=8)]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_batch_invariant_rows_do_not_depend_on_the_number_of_heads(seed):
+    """With several threads a CPU orders the sums of one product in another way than those of two."""
+    draw = np.random.default_rng(seed)
+    lens = draw.integers(1, 98, 12).tolist()
+    layout = Layout.from_segments(np.cumsum([0, *lens]).tolist(), [-1, *[0] * 11])
+    q, k, v = (torch.randn(sum(lens), h, 16, generator=torch.Generator().manual_seed(seed)) for h in (4, 2, 2))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        whole = dualkv.attention(q, k, v, layout, batch_invariant=True, return_lse=True)
+        half = dualkv.attention(q[:, :2], k[:, :1], v[:, :1], layout, batch_invariant=True, return_lse=True)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(whole[0][:, :2], half[0])
+    assert torch.equal(whole[1][:2], half[1])
 
 
 @pytest.mark.parametrize("features", [{}, {"window": 40}, {"chunk": 30}, {"softcap": 2.0}], ids=str)

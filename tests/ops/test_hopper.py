@@ -347,6 +347,58 @@ def test_where_few_keys_of_forwards_begin():
         assert hopper.few_keys_forward(seg, 128, 1, 8) == (rows * 8 == FEW_KEYS_ROWS)
 
 
+@pytest.mark.parametrize("per_kv", range(1, 25))
+def test_launches_take_every_head_once(launches, monkeypatch, per_kv):
+    """The heads of each tile are of one KV head. Two launches read and write the same tensors."""
+    monkeypatch.setattr(hopper, "FEW_KEYS_ROWS", 0)
+    monkeypatch.setattr(hopper, "FEW_KEYS_COST", np.inf)
+    monkeypatch.setattr(hopper, "PARTS_COST", np.inf)
+    layout, sinks = Layout.from_lengths([300], [[77, 200]]), torch.randn(2 * per_kv)
+    q, k, v = random_inputs(layout.num_tokens, 2 * per_kv, 2, 64)
+    out, lse = hopper.forward(q, k, v, segments(layout), 0.1, Features(sinks=sinks))
+    assert len(launches) == (2 if per_kv in (5, 6, *range(10, 16)) else 1)
+    taken = []
+    for spec, arguments in launches:
+        heads = spec.packed_heads
+        assert_same((*arguments[:5], arguments[-1]), (q, k, v, out, lse, sinks))
+        work, items_of_clusters = arguments[5:7]
+        assert np.array_equal(work, plan_forward.forward_work(segments(layout), spec.tile.tokens(heads), 128))
+        first = sorted(set(items_of_clusters[:, 1].tolist()))
+        assert sorted(items_of_clusters.tolist()) == [[tile, head] for tile in range(len(work)) for head in first]
+        assert all(head // per_kv == (head + heads - 1) // per_kv for head in first)
+        taken += [head + i for head in first for i in range(heads)]
+    assert sorted(taken) == list(range(2 * per_kv))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "kv_heads", "ratios"),
+    [
+        (([8192], [[2048] * 32]), 8, (5, 6, 10, 11, 12, 13, 14, 15)),  # GQA ratios whose heads take two launches
+        (([3000], [[1500] * 24]), 8, (5, 6, 10, 11, 12, 13, 14, 15)),
+        (([8192], [[2048] * 32]), 1, ()),  # few rows
+        (([200] * 128, [[150] * 8] * 128), 8, (11, 13, 14)),  # of which tiles of all heads would leave most rows idle
+    ],
+)
+def test_layouts_whose_heads_take_two_launches(lengths, kv_heads, ratios):
+    seg = segments(Layout.from_lengths(*lengths))
+    for ratio in range(1, 25):
+        launches = hopper.forward_launches(seg, False, 128, ratio, kv_heads)
+        assert (len(launches) == 2) == (ratio in ratios), ratio
+        assert [head for heads, _ in launches for head in heads] == list(range(ratio))
+        of_trees = hopper.forward_launches(seg, True, 128, ratio, kv_heads)
+        assert of_trees == [(range(ratio), False)]
+
+
+@pytest.mark.parametrize("features", [Features(window=40), Features(batch_invariant=True)])
+def test_windows_and_batch_invariant_calls_take_all_heads_in_one_launch(launches, monkeypatch, features):
+    monkeypatch.setattr(hopper, "FEW_KEYS_ROWS", 0)
+    monkeypatch.setattr(hopper, "PARTS_COST", np.inf)
+    layout = Layout.from_lengths([300], [[77, 200]])
+    hopper.forward(*random_inputs(layout.num_tokens, 10, 2, 128), segments(layout), 0.1, features)
+    ((spec, _),) = launches
+    assert spec.packed_heads == 5
+
+
 def assert_same(got, want):
     assert len(got) == len(want)
     for a, b in zip(got, want, strict=True):
@@ -402,7 +454,7 @@ def test_the_kernel_gets_the_plan_and_fresh_outputs(launches):
     expected = plan_forward.forward_work(segments(layout), spec.tile.tokens(4), spec.tile.tile_n)
     assert np.array_equal(work.numpy(), expected)
     assert work.shape[1] == items.NUM_FIELDS
-    assert sorted(items_of_clusters.tolist()) == [[tile, group] for tile in range(len(work)) for group in range(2)]
+    assert sorted(items_of_clusters.tolist()) == [[tile, head] for tile in range(len(work)) for head in (0, 4)]
     assert begin.tolist() == plan_forward.segment_begin(segments(layout)).tolist()
     assert (scale, sms) == (0.1, 132)
 
@@ -415,7 +467,7 @@ def test_trees_have_a_kernel_and_a_plan_of_their_own(launches):
     work, items_of_clusters, regions, visible_end, scale, sms = arguments[5:]
     expected = plan_paths.path_work(segments(layout), spec.tile.tokens(4), spec.tile.tile_n, None, spec.tile.parts)
     assert np.array_equal(work.numpy(), expected.items)
-    assert sorted(items_of_clusters.tolist()) == [[tile, group] for tile in range(len(work)) for group in range(2)]
+    assert sorted(items_of_clusters.tolist()) == [[tile, head] for tile in range(len(work)) for head in (0, 4)]
     assert np.array_equal(regions.numpy(), expected.regions)
     assert visible_end.tolist() == segments(layout).visible_end.tolist() + [0] * spec.tile.tile_n
     assert visible_end.dtype == torch.int32
@@ -434,7 +486,7 @@ def test_by_segment_no_tiles_share_a_mark_for_the_recompute_pass(launches, monke
     assert len(launches) == len(work) * 2 // 2  # two clusters, a mark each
     assert all(taken == spec and np.array_equal(arguments[5], work) for taken, arguments in launches)
     scheduled = torch.cat([arguments[6] for _, arguments in launches]).tolist()
-    assert sorted(scheduled) == [[tile, group] for tile in range(len(work)) for group in range(2)]
+    assert sorted(scheduled) == [[tile, head] for tile in range(len(work)) for head in (0, 4)]
 
 
 def test_the_host_counts_as_many_marks_as_the_kernel_has():

@@ -313,11 +313,10 @@ def backward(
 class Outputs:
     """The stores of the forward, and what they should be."""
 
-    def __init__(self, kernel: Any, seg: Any, heads: int, kv_heads: int, window: Window | None) -> None:
-        self.kernel, self.heads = kernel, heads
+    def __init__(self, kernel: Any, seg: Any, first_heads: list[int], per_kv: int, window: Window | None) -> None:
+        self.kernel, self.first_heads, self.per_kv = kernel, first_heads, per_kv
         self.visible_end, self.total = np.asarray(seg.visible_end), seg.total
         self.first_key = np.zeros(seg.total, int) if window is None else plan_paths.first_keys(seg, window)
-        self.groups_per_kv = heads // kernel.packed_heads // kv_heads
         self.columns = range(0, kernel.head_dim_v, kernel.v_columns)  # where parts of O and V begin
         self.parts_of_K = frozenset(range(0, kernel.head_dim, kernel.k_columns))
         self.stored: set[tuple[int, int, int]] = set()  # (row, head, first column)
@@ -326,14 +325,11 @@ class Outputs:
     def __call__(self, machine: Machine, what: str, where: Any, prov: frozenset[Any]) -> None:
         packed, agent = self.kernel.packed_heads, machine.agent
         if what == "out box":
-            first, head_group = where["row"], where["head"]
-            rows, heads = (
-                range(first, first + self.kernel.tokens_wg),
-                range(head_group * packed, (head_group + 1) * packed),
-            )
-            self.store_box(machine, (first, head_group))
+            first, head = where["row"], where["head"]
+            rows, heads = range(first, first + self.kernel.tokens_wg), range(head, head + packed)
+            self.store_box(machine, (first, head))
             for column in self.columns:
-                self.look(prov, list(rows), first, head_group, column)
+                self.look(prov, list(rows), first, head, column)
                 self.stored.update((row, head, column) for row in rows for head in heads)
         elif what == "out":
             mask = slice(None) if agent.mask is None else agent.mask
@@ -341,7 +337,7 @@ class Outputs:
             columns = {v[3] for term in prov if len(term) == 2 for v in term[1]}
             if len(columns) != 1:
                 raise Fault(f"{agent.name} stores O of columns {columns}")
-            self.look(prov, sorted(set(rows)), None, heads[0] // packed, *columns)
+            self.look(prov, sorted(set(rows)), None, max(h for h in self.first_heads if h <= heads[0]), *columns)
             self.stored.update((row, head, *columns) for row, head in zip(rows, heads, strict=True))
 
     def store_box(self, machine: Machine, key: Any) -> None:
@@ -351,8 +347,8 @@ class Outputs:
             raise Fault(f"{agent.name} stores the rows from {key[0]} on again while they are being stored")
         self.on_its_way[key] = _at_end(agent)
 
-    def look(self, prov: frozenset[Any], rows: list[int], first: int | None, head_group: int, column: int) -> None:
-        """A part of O from a column on, of some rows."""
+    def look(self, prov: frozenset[Any], rows: list[int], first: int | None, head: int, column: int) -> None:
+        """A part of O from a column on, of some rows of the packed heads from a first one on."""
         blocks = []
         for term in prov:
             if len(term) != 2:
@@ -363,10 +359,10 @@ class Outputs:
             (((q_head, q_row), (k_head, k_row)),) = {(q[1:3], k[1:3]) for (q,), (k,) in P}
             if {k[3] for _, (k,) in P} != self.parts_of_K:
                 raise Fault(f"S of keys {k_row} is of K's columns from {sorted(k[3] for _, (k,) in P)} on")
-            if (v_head, v_row) != (k_head, k_row) or k_head != head_group // self.groups_per_kv:
+            if (v_head, v_row) != (k_head, k_row) or k_head != head // self.per_kv:
                 raise Fault(f"P of keys {k_row}, KV head {k_head}, meets V of keys {v_row}, KV head {v_head}")
-            if q_head != head_group or (first is not None and q_row != first) or not q_row <= rows[0]:
-                raise Fault(f"rows {rows} of head group {head_group} have the queries from {q_row} on, group {q_head}")
+            if q_head != head or (first is not None and q_row != first) or not q_row <= rows[0]:
+                raise Fault(f"rows {rows} of the heads from {head} on have the queries from {q_row}, head {q_head}, on")
             blocks.append(k_row)
         if len(set(blocks)) != len(blocks):
             raise Fault(f"rows {rows} have keys twice: {sorted(blocks)}")
@@ -377,10 +373,11 @@ class Outputs:
             wanted = (self.visible_end[: row + 1] > row) & (np.arange(row + 1) >= self.first_key[row])
             lacking = np.flatnonzero(wanted & ~seen[: row + 1])
             if len(lacking):
-                raise Fault(f"row {row}, head group {head_group}, lacks the keys {lacking.tolist()}")
+                raise Fault(f"row {row} of the heads from {head} on lacks the keys {lacking.tolist()}")
 
     def check(self) -> None:
-        wanted = {(row, head, x) for row in range(self.total) for head in range(self.heads) for x in self.columns}
+        heads = [first + i for first in self.first_heads for i in range(self.kernel.packed_heads)]
+        wanted = {(row, head, x) for row in range(self.total) for head in heads for x in self.columns}
         if lacking := wanted - self.stored:
             raise Fault(f"nobody stores (row, head, first column) of {sorted(lacking)}")
 
@@ -388,15 +385,19 @@ class Outputs:
 def forward(
     name: str, head_dim: int, layout: Any, *, heads: int, kv_heads: int, fp16: bool = False,
     parents: list[int] | None = None, window: Window | None = None, features: tuple[str, ...] = (), short: bool = True,
-    head_dim_v: int | None = None, few_keys: bool = False,
+    head_dim_v: int | None = None, few_keys: bool = False, taken: range | None = None,
 ) -> Case:  # fmt: skip
     """A launch of the forward, or of that for trees (`layout`: lengths of segments). One cluster takes all tiles.
 
     features: besides a window.
+    taken: query heads of each KV head that the launch takes; None: all.
     """
     has = (*([] if window is None else ["window"]), *features)
     config, of_v = tiles.forward_tile(head_dim, has, short, head_dim_v, few_keys), head_dim_v or head_dim
-    packed = tiles.packed_heads(heads // kv_heads)
+    per_kv = heads // kv_heads
+    taken = taken or range(per_kv)
+    packed = tiles.packed_heads(len(taken))
+    first_heads = [first + head for first in range(0, heads, per_kv) for head in taken[::packed]]
     tokens = config.tokens(packed)
     if parents is None:
         seg = segments(*layout)
@@ -409,7 +410,8 @@ def forward(
         work, cost = made.items, plan_paths.tile_cost(made.items)
         ends = np.concatenate([np.asarray(seg.visible_end), np.zeros(config.tile_n, np.int64)])
         tables = [("regions", made.regions), ("visible_end", ends)]
-    taken = schedule(cost, heads // packed, kv_heads, 1, seg.total * head_dim * 4, True)
+    items = schedule(cost, len(first_heads), kv_heads, 1, seg.total * head_dim * 4, True)
+    items[:, 1] = np.array(first_heads)[items[:, 1]]
 
     def start(loaded: Any, machine: Machine) -> Callable[[], None]:
         module = loaded.fwd_split if head_dim > 256 else loaded.fwd if parents is None else loaded.fwd_paths
@@ -423,9 +425,9 @@ def forward(
         q, out = (View(*x) for x in (("Q", (seg.total, heads, head_dim)), ("out", (seg.total, heads, of_v))))
         k, v = (View(*x) for x in (("K", (seg.total, kv_heads, head_dim)), ("V", (seg.total, kv_heads, of_v))))
         lse = View("lse", (heads, seg.total), ("head", "row"))
-        found = Outputs(kernel, seg, heads, kv_heads, window)
+        found = Outputs(kernel, seg, first_heads, per_kv, window)
         machine.stores = found
-        arrays = Host("work", work), Host("schedule", taken), *(Host(*x) for x in tables)
+        arrays = Host("work", work), Host("schedule", items), *(Host(*x) for x in tables)
         of_features = {"window": [], "sinks": [View("sinks", (heads,), ("head",))], "softcap": [CAP]}
         if window is not None:
             of_features["window"] = [Host("first_key", plan_paths.first_keys(seg, window))]
@@ -506,4 +508,7 @@ def cases() -> list[Case]:
     chunks = {"parents": [-1, 0, 0, -1], "window": Window(chunk=48)}
     found.append(forward("fwd_paths d64 chunks sinks softcap", 64, [100, 70, 30, 20], **both, **chunks))
     found.append(forward("fwd d96 two KV heads", 96, ([60], [[40, 7]]), heads=4, kv_heads=2))
+    for d, heads in ((128, range(4)), (128, range(4, 5)), (512, range(4, 6))):
+        of_kv = {"heads": 12 if d == 512 else 10, "kv_heads": 2, "taken": heads}
+        found.append(forward(f"fwd d{d} some heads from {heads.start}", d, ([60], [[40, 7]]), **of_kv))
     return found

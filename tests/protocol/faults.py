@@ -24,7 +24,7 @@ class Planted(NamedTuple):
 
 WIDE, NARROW, FWD, PATHS = "bwd_wide d256", "bwd_narrow d128", "fwd d128", "fwd_paths d128"
 WIDE_IN_ORDER, NARROW_IN_ORDER = f"{WIDE} deterministic", f"{NARROW} deterministic"
-SPLIT = "bwd_split d512"
+SPLIT, SPLIT_FWD = "bwd_split d512", "fwd d512"
 WIDE_WINDOW, NARROW_WINDOW = f"{WIDE} window", f"{NARROW} window"
 END_OF_STEP = "        warpgroup.wait_group(0)\n        p.Q.consumer_release(stage)\n"
 RELEASE_V = "V.consumer_release(V.stage(it), sync_warp=False)\n"
@@ -495,5 +495,52 @@ PLANTED = [
         "bwd_split.py",
         "full.expect(0, 4 * MARKS)",
         "full.expect(0, 4 * (MARKS - 4))",
+    ),
+    one(
+        "P is handed over without a fence",
+        SPLIT_FWD,
+        "fwd_split.py",
+        "[None, None, None, it % 2])\n        cute.arch.fence_view_async_shared()\n",
+        "[None, None, None, it % 2])\n",
+    ),
+    one(
+        "P is read before the other warp group has written it",
+        SPLIT_FWD,
+        "fwd_split.py",
+        "        self.sync_rows(state.wg)\n        V = state.pipes.V\n",
+        "        V = state.pipes.V\n",
+    ),
+    Planted(
+        "one buffer for P",
+        SPLIT_FWD,
+        (
+            ("fwd_split.py", "state.tOrP[None, None, None, it % 2]", "state.tOrP[None, None, None, it % 1]"),
+            (
+                "fwd_split.py",
+                "thr.partition_D(own)[None, None, None, it % 2]",
+                "thr.partition_D(own)[None, None, None, it % 1]",
+            ),
+        ),
+    ),
+    one(
+        "numbers are read before they are exchanged",
+        SPLIT_FWD,
+        "fwd_split.py",
+        "            numbers[r, quad, wg] = own[r]\n        self.sync_rows(wg)\n",
+        "            numbers[r, quad, wg] = own[r]\n",
+    ),
+    one(
+        "parts of S are read before they are exchanged",
+        SPLIT_FWD,
+        "fwd_split.py",
+        "            cute.autovec_copy(given, parts[None, tid, j, state.wg])\n        self.sync_rows(state.wg)\n",
+        "            cute.autovec_copy(given, parts[None, tid, j, state.wg])\n",
+    ),
+    one(
+        "a quarter of K is not released",
+        SPLIT_FWD,
+        "fwd_split.py",
+        "        self.finish_S(state, following, 1, 1)\n",
+        "        warpgroup.wait_group(1)\n",
     ),
 ]

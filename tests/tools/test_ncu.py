@@ -135,6 +135,8 @@ def test_a_job_profiles_the_kernels_that_its_layout_takes(monkeypatch):
     of_forwards = [Job(job.workload, "fwd") for job in (short, long)]
     found = [job.specs()["fwd"].tile for job in of_forwards]
     assert found == [FEW_KEYS_FORWARD_TILES[128], FORWARD_TILES[128]]
+    with pytest.raises(ValueError, match="the forward of 5 query heads a KV head is two launches here"):
+        Job(parse("n24-p3000-r1500-gqa5"), "fwd").specs()
     for table in (BACKWARD_TILES, FEW_KEYS_TILES, FORWARD_TILES, FEW_KEYS_FORWARD_TILES):
         for head_dim, tile in table.copy().items():
             monkeypatch.setitem(table, head_dim, tile)  # put back afterwards

@@ -68,9 +68,14 @@ class Job:
         w, layout = self.workload, self.workload.layout()
         segments, ratio, more = segments_of(layout.offsets, layout.parent), w.heads // w.kv_heads, dict[str, Any]()
         if self.direction == "fwd":
-            few_keys = hopper.few_keys_forward(segments, w.head_dim, ratio, w.kv_heads, w.head_dim_v)
+            trees = layout.depth > 2
+            (_, few_keys), *more_launches = hopper.forward_launches(
+                segments, trees, w.head_dim, ratio, w.kv_heads, w.head_dim_v
+            )
+            if more_launches:
+                raise ValueError(f"the forward of {ratio} query heads a KV head is two launches here, expected one")
             more = {"head_dim_v": w.head_dim_v, "few_keys": few_keys}
-            found: tuple[KernelSpec, ...] = (forward_spec(w.dtype, w.head_dim, ratio, layout.depth > 2, **more),)
+            found: tuple[KernelSpec, ...] = (forward_spec(w.dtype, w.head_dim, ratio, trees, **more),)
         else:
             more = {"head_dim_v": w.head_dim_v, "few_keys": hopper.few_keys_backward(segments, w.kv_heads, None)}
             found = tuple(backward_specs(w.dtype, w.head_dim, self.deterministic, **more).present)
