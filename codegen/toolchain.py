@@ -260,7 +260,7 @@ def _distributions(name: str, root: Path | None) -> Iterable[importlib.metadata.
     return importlib.metadata.Distribution.discover(name=name, path=sys.path if root is None else [str(root)])
 
 
-# Modules beside an operation's own with its kernel of some head dims.
+# Modules of cute_kernels beside an operation's own, with its kernel of some head dims.
 ANOTHER_KERNEL = {"fwd": ("fwd_split",), "fwd_paths": ("fwd_split",)}
 
 
@@ -302,9 +302,9 @@ def code(source: str, docstring: str = "") -> str:
 def sources(operation: str) -> dict[str, Path]:
     """An operation's sources by module: its kernel, what the kernel imports, and what chooses, compiles and links it.
 
-    The kernel is `cute_kernels/<operation>.py` or in :data:`ANOTHER_KERNEL`, and every kernel imports
-    `cute_kernels/abi.py`. Besides the
-    specification, a kernel's code and the sizes of its host buffers depend on nothing else.
+    The kernel is in `cute_kernels/<operation>.py` or in :data:`ANOTHER_KERNEL`, and every kernel imports
+    `cute_kernels/abi.py`. Besides the specification, a kernel's code and the sizes of its host buffers depend on
+    nothing else.
     """
     found = importlib.util.find_spec("cute_kernels")
     if found is None or not found.submodule_search_locations:

@@ -151,7 +151,7 @@ class Pipelines(NamedTuple):
 
 
 class Handed(NamedTuple):
-    """What two warp groups that share rows hand to each other in shared memory."""
+    """The shared memory through which two warp groups that share rows hand numbers to each other."""
 
     P: cute.Tensor  # (64, N, 2) probabilities of two blocks
     parts: cute.Tensor  # (4, 128, N/16, 2) fp32: a group's part of S of the other one's keys

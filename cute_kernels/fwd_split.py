@@ -328,7 +328,7 @@ class SplitForwardKernel(ForwardKernel):
         return state.pipes.K.next(it)
 
     def issue_products(self, acc_S: cute.Tensor, state: State, it: Int32) -> None:
-        """As of other head dims; S is issued before the groups meet, and its first quarter's K is free before O is."""
+        """Issue S before the groups meet, and O behind; K of S's first quarter is free before O is issued."""
         following, partial = state.pipes.K.next(it), self.partial_S()
         self.issue_S(partial, state, following)
         self.finish_S(state, following, 0, 1)

@@ -116,7 +116,7 @@ def test_a_window_that_hides_nothing_is_none(monkeypatch):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_batch_invariant_rows_do_not_depend_on_the_number_of_heads(seed):
-    """With several threads a CPU orders the sums of one product in another way than those of two."""
+    """A CPU with several threads orders the sums of one product in another way than those of two."""
     draw = np.random.default_rng(seed)
     lens = draw.integers(1, 98, 12).tolist()
     layout = Layout.from_segments(np.cumsum([0, *lens]).tolist(), [-1, *[0] * 11])

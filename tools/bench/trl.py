@@ -52,6 +52,7 @@ from dualkv.bench.trees import Found
 from dualkv.data.gain import Gain
 from dualkv.demo.measure import PeakMemory
 from dualkv.demo.settings import DTYPES
+from dualkv.integrations.transformers import recompute_layers
 from dualkv.integrations.trl import GRPOTrainer
 from dualkv.models import CONFIGS
 from tools.bench import harness
@@ -77,6 +78,7 @@ class Settings:
     attention: Annotated[str, typer.Option(help="transformers' attention of TRL's padded rows.")] = "sdpa"
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16"
     checkpointing: Annotated[bool, typer.Option(help="Compute layers again in the backward, TRL's default.")] = True
+    keep: Annotated[str | None, typer.Option(help="Of the way fast: of `recompute_layers`.")] = None
     steps: Annotated[int, typer.Option(help="To measure, after one that is not.")] = 2
     layers: Annotated[int | None, typer.Option(help="Of the model; all of them by default.")] = None
     trace: str | None = None
@@ -278,6 +280,8 @@ def make_step(
         step = of_trainer(cls, model, s, rollouts, s.micro_batch if way == "split" else None)
     if s.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if s.checkpointing and s.keep is not None and way == "fast":
+        recompute_layers(model, keep=s.keep)
     return model, step, seconds
 
 
