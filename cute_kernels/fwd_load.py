@@ -10,6 +10,8 @@ from cute_kernels.fwd_walk import Walk
 from cute_kernels.pipeline import WrappingPipeline
 from cute_kernels.work import AnyTile, first_and_step
 
+EVICT_FIRST = 0x12F0000000000000  # cache policy of a TMA copy, as CUTLASS's TMA::CacheHintSm90 has it
+
 
 class ForwardLoads(ForwardFrame):
     """A mixin of :class:`cute_kernels.fwd.ForwardKernel`: the producer warp."""
@@ -102,7 +104,8 @@ class ForwardLoads(ForwardFrame):
         first, last = self.first_token(tile, wg), self.last_token(tile, wg)
         box = self.box(g.Q, self.head_dim, first_head, first)
         tQs, tQg = self.partition(atoms.Q, s.Q[None, None, place], self.head_dim, box)
-        cute.copy(atoms.Q, tQg, tQs, tma_bar_ptr=s.pipes.Q.full[stage.index])
+        read_once = cutlass.Int64(EVICT_FIRST)  # keys, which other CTAs read too, stay in L2
+        cute.copy(atoms.Q, tQg, tQs, tma_bar_ptr=s.pipes.Q.full[stage.index], cache_policy=read_once)
         if lane <= self.num_fields:
             item[lane, place] = field
         if const_expr(self.finds_walks):
