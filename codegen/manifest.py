@@ -114,9 +114,10 @@ def unchanged(
 
 
 def versions(entry: Path) -> dict[str, str]:
-    """The compiler that made an entry."""
+    """The compiler that made an entry, in whichever Python."""
     record = record_of(entry)
-    return {**record["compiler"], "ptxas": record["ptxas"]}
+    of_any_python = {name: version for name, version in record["compiler"].items() if name != "compiler-sha256"}
+    return {**of_any_python, "ptxas": record["ptxas"]}
 
 
 def text(manifest: dict[str, Any]) -> str:
