@@ -75,7 +75,7 @@ FEW_KEYS_FORWARD_TILES: Tiles = {  # from FEW_KEYS_ROWS and FEW_KEYS_COST on: wh
     head_dims: replace(FORWARD_TILES[head_dims], cluster=1)
     for head_dims in (96, 128, (192, 128))
 }
-PARTS_COST = 0.99  # time by the plan of the heads in two parts, over that of all at once: launched up to here, untimed
+PARTS_COST = 0.99  # time by the plan of the heads in two parts, over that of all at once: launched up to here
 SOFTCAP_TILES = FORWARD_TILES | {  # tanh takes registers: with 128 keys ptxas spills
     64: ForwardTile(tile_n=112, warp_groups=3, stages=3, cluster=1),
 }
