@@ -16,7 +16,6 @@ from cutlass.cute.nvgpu import warpgroup
 from cute_kernels.ptx import round_pair, zero_times
 
 Number = TypeVar("Number")
-Product = tuple[cute.TiledMma, cute.Tensor, cute.Tensor, int]  # mma, a, b, and the first sixteen of their columns
 
 
 def row_elements(acc: cute.Tensor, r: int) -> list[int]:
@@ -36,26 +35,24 @@ def gemm(
     b: cute.Tensor,
     zero: bool,
     first: int = 0,
-    addends: Sequence[Product] = (),
+    addends: Sequence[tuple[cute.TiledMma, cute.Tensor, cute.Tensor]] = (),
 ) -> None:
     """Issue acc = a @ b^T (zero) or acc += a @ b^T as one wgmma group, and do not wait for it.
 
     first: the sixteen of b's columns that a's first one is multiplied with.
-    addends: further products that are added to acc.
+    addends: further products (mma, a, b) that are added to acc.
     """
     warpgroup.fence()
-    _issue(mma, acc, a, b, zero, 0, first)
-    for added_mma, added_a, added_b, begin in addends:
-        _issue(added_mma, acc, added_a, added_b, False, begin, 0)
+    _issue(mma, acc, a, b, zero, first)
+    for added_mma, added_a, added_b in addends:
+        _issue(added_mma, acc, added_a, added_b, False, 0)
     warpgroup.commit_group()
 
 
-def _issue(
-    mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, zero: bool, begin: int, first: int
-) -> None:
+def _issue(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, zero: bool, first: int) -> None:
     atom = cute.make_mma_atom(mma.op)  # a fresh one: its accumulate flag is mutable
-    for k in range(begin, cute.size(a, mode=[2])):
-        atom.set(warpgroup.Field.ACCUMULATE, not (zero and k == begin))
+    for k in range(cute.size(a, mode=[2])):
+        atom.set(warpgroup.Field.ACCUMULATE, not (zero and k == 0))
         cute.gemm(atom, acc, a[None, None, k], b[None, None, first + k], acc)
 
 

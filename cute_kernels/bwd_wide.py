@@ -10,7 +10,7 @@ either CTA, because that warp group has more other work.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -18,18 +18,16 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import warp, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.abi import BlockFields
-from cute_kernels.accumulator import Product, gemm, part, round_to
+from cute_kernels.accumulator import gemm, part, round_to
 from cute_kernels.bwd_arguments import BackwardPipelines, Global, Item, Mask, Shared
 from cute_kernels.bwd_frame import BackwardFrame
 from cute_kernels.bwd_softcap import Softcap, to_probabilities, to_tanh
 from cute_kernels.bwd_stats import Statistics
 from cute_kernels.pipeline import MbarrierAllocator, Signal
 from cute_kernels.ptx import add_to_global, copy_to_peer, load_acquire, store_release
-
-HELD = 4  # sixteens of columns of K and V that stay in registers at head dim 256, where two more would spill
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,6 @@ class Operands(NamedTuple):
     stats: Statistics
     P: cute.Tensor  # (8, M/16): this thread's part of P^T
     dS_target: cute.Tensor  # where this thread writes dS^T (with `copy_of_dS`), of each buffer
-    held: cute.Tensor | None = None  # (MMA, 1, HELD), of S^T or dP^T: the first columns of K or V, in registers
     acc: cute.Tensor | None = None  # (64, Dv) dV, or (64, D) dK
     cap: Softcap | None = None
     dq: DqOperands | None = None
@@ -270,11 +267,9 @@ class WideBackward(BackwardFrame):
         m_block, h = item.block_end - 1, item.kv_head * heads_per_kv
         values, keys = [x._replace(acc=y, dq=self.dq_operands(g, s, i, tid)) for i, y in enumerate((acc_dV, acc))]
         if wg == 0:
-            of_S = values._replace(held=self.held(s.K, tid))
-            self.loop(self.values_step, g, s, p, of_S, mask, item, scale_log2, heads_per_kv, steps, m_block, h)
+            self.loop(self.values_step, g, s, p, values, mask, item, scale_log2, heads_per_kv, steps, m_block, h)
         else:
-            of_dP = keys._replace(held=self.held(s.V, tid))
-            self.loop(self.keys_step, g, s, p, of_dP, mask, item, scale_log2, heads_per_kv, steps, m_block, h)
+            self.loop(self.keys_step, g, s, p, keys, mask, item, scale_log2, heads_per_kv, steps, m_block, h)
 
         row = warp_id % 4 * 16 + lane // 4  # of this CTA's keys
         end = self.destination(s)
@@ -295,25 +290,6 @@ class WideBackward(BackwardFrame):
         if self.head_dim_v == self.head_dim:
             return acc
         return cute.make_tensor(acc.iterator, cute.make_layout(x.mma_dV.partition_shape_C((64, self.head_dim_v))))
-
-    def mma_held(self) -> cute.TiledMma:
-        """S^T or dP^T as of `mma_S`, of K or V in registers."""
-        K_major, shape, source = warpgroup.OperandMajorMode.K, (64, self.tile_m), warpgroup.OperandSource.RMEM
-        return hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, K_major, K_major, Float32, (1, 1, 1), shape, source
-        )
-
-    def held(self, keys: cute.Tensor, tid: Int32) -> cute.Tensor | None:
-        """Load the first columns of K or V into registers: every product with them reads less of shared memory, whose
-        bandwidth two operands of 64 rows take up."""
-        if self.head_dim != 256:
-            return None
-        mma = self.mma_held()
-        copy = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), mma)
-        thr, first = copy.get_slice(tid), cute.local_tile(keys, (64, 16 * HELD), (0, 0))
-        held = mma.make_fragment_A(mma.get_slice(tid).partition_A(first))
-        cute.copy(copy, thr.partition_S(first), thr.retile(held))
-        return held
 
     def operands(self, s: Shared, tid: Int32) -> Operands:
         mma_S, mma_dK, mma_dV = self.mma_S(), self.mma_dKV(self.head_dim), self.mma_dKV(self.head_dim_v)
@@ -418,7 +394,7 @@ class WideBackward(BackwardFrame):
         p.Q.consumer_wait(stage)
         acc_S = cute.make_rmem_tensor(x.mma_S.partition_shape_C((64, self.tile_m)), Float32)
         lse = [] if self.capped else [x.stats.lse(stage.index)]
-        self.issue_scores(acc_S, x, x.K, x.Q[None, None, None, stage.index], lse)
+        gemm(x.mma_S, acc_S, x.K, x.Q[None, None, None, stage.index], True, addends=lse)
         warpgroup.wait_group(0)
         self.complete(acc_S, s, p, it, 0)
         if self.capped:
@@ -477,7 +453,7 @@ class WideBackward(BackwardFrame):
         if self.want_dp:
             acc_dP = cute.make_rmem_tensor(x.mma_S.partition_shape_C((64, self.tile_m)), Float32)
             dO, addends = x.dO[None, None, None, do_stage.index], [x.stats.dpsum(stage.index)]
-            self.issue_scores(acc_dP, x, x.V, dO, addends)
+            gemm(x.mma_S, acc_dP, x.V, dO, True, addends=addends)
         if with_dq:
             p.dS.wait(it - 1)
             self.issue_own_dq(x, it - 1)
@@ -510,15 +486,6 @@ class WideBackward(BackwardFrame):
         p.Q.consumer_release(stage)
 
     # ---------------------------------------------------------------- parts of a step
-    def issue_scores(
-        self, acc: cute.Tensor, x: Operands, keys: cute.Tensor, rows: cute.Tensor, addends: Sequence[Product]
-    ) -> None:
-        """Issue S^T = K Q^T or dP^T = V dO^T, with the statistics in `addends`."""
-        if x.held is None:
-            gemm(x.mma_S, acc, keys, rows, True, addends=addends)
-        else:
-            gemm(self.mma_held(), acc, x.held, rows, True, addends=[(x.mma_S, keys, rows, HELD), *addends])
-
     def complete(self, acc: cute.Tensor, s: Shared, p: WidePipelines, it: Int32, which: int) -> None:
         """Add what other CTAs have of S^T (0) or dP^T (1) of step `it`."""
 
