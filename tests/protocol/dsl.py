@@ -266,7 +266,13 @@ class TiledCopy:
 
 
 def copy(
-    atom: Any, source: Any, target: Any, tma_bar_ptr: Any = None, mbar_ptr: Any = None, mcast_mask: Any = None
+    atom: Any,
+    source: Any,
+    target: Any,
+    tma_bar_ptr: Any = None,
+    mbar_ptr: Any = None,
+    mcast_mask: Any = None,
+    cache_policy: Any = None,  # of L2, which holds no thread up
 ) -> None:
     machine, who = Now.machine, agent()
     bar = tma_bar_ptr or mbar_ptr
