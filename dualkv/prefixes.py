@@ -196,6 +196,22 @@ class SharedPrefixes:
             begins = self._with_another_cut(begins)
         return np.split(self.order, begins[1:])
 
+    def runs_that_share(
+        self, budget: int, min_shared: int, min_count: int = 1, *, soft: bool = False
+    ) -> list[IntArray]:
+        """:meth:`runs` of sequences that are packed with `min_shared`, see :meth:`at_least`. Which parts reach it
+        depends on the other sequences, so a run by itself may take more tokens; then it is halved."""
+        found: list[IntArray] = []
+        waiting = self.at_least(min_shared).runs(budget, min_count, soft=soft)
+        while waiting:
+            run = waiting.pop(0)
+            most = max(budget, int(self.lengths[run].max()))  # above the budget only if it is soft
+            if len(run) > 1 and self.select(run).at_least(min_shared).tokens > most:
+                waiting[:0] = np.array_split(run, 2)
+            else:
+                found.append(run)
+        return found
+
     @cached_property
     def _ends(self) -> IntArray:
         """[N + 1] packed tokens of the first i sequences of `order`."""

@@ -98,11 +98,12 @@ def plan_in_memory(
     if not isinstance(memory, Memory):
         raise TypeError(f"memory is a {type(memory).__name__}, expected a dualkv.Memory")
     _, shared, *_ = read_shared(sequences, min_shared, attention_mask, cu_seqlens, position_ids)
-    return plan_shared(shared.at_least(min_shared), memory, min_shared)
+    return plan_shared(shared, memory, min_shared)
 
 
-def plan_shared(shared: SharedPrefixes, memory: Memory, min_shared: int = 1) -> MemoryPlan:
+def plan_shared(whole: SharedPrefixes, memory: Memory, min_shared: int = 1) -> MemoryPlan:
     """:func:`plan_in_memory` of sequences whose shared prefixes are known."""
+    shared = whole.at_least(min_shared)
     starts = np.flatnonzero(shared.common == 0).tolist()
     together: dict[tuple[Way, bool], list[int]] = {}  # sequences in one pass, by way and whether layers keep all
     batches: list[PlannedBatch] = []
@@ -123,7 +124,7 @@ def plan_shared(shared: SharedPrefixes, memory: Memory, min_shared: int = 1) -> 
         reasons.append(f"{alone} sequences are left alone: sharing would save less than {MIN_GAIN:.0%}")
     time = walked_time
     for (way, keeps_all), some in together.items():
-        made, taken = _in_one_pass(shared, np.array(some), memory, keeps_all, way == "alone", min_shared)
+        made, taken = _in_one_pass(whole, np.array(some), memory, keeps_all, way == "alone", min_shared)
         batches += made
         time += taken
     return MemoryPlan(batches, time, reasons)
@@ -244,27 +245,18 @@ def _cut(
 
 
 def _in_one_pass(
-    shared: SharedPrefixes, members: IntArray, memory: Memory, keeps_all: bool, is_alone: bool, min_shared: int
+    whole: SharedPrefixes, members: IntArray, memory: Memory, keeps_all: bool, is_alone: bool, min_shared: int
 ) -> tuple[list[PlannedBatch], float]:
     """Micro-batches of sequences that run in one pass each, trees together, and the time that they take."""
-    some = shared.select(members)
+    some = whole.select(members)
     if is_alone:
         some = replace(some, common=np.zeros_like(some.common))
-    budget = memory.most_rows(0, 0, keeps_all, False)
-    runs: list[IntArray] = []
-    waiting = some.runs(budget)
-    while waiting:
-        run = waiting.pop(0)
-        # Which parts reach `min_shared` depends on the other sequences, so a run by itself may take more tokens.
-        if len(run) > 1 and some.select(run).at_least(min_shared).tokens > budget:
-            waiting[:0] = np.array_split(run, 2)
-        else:
-            runs.append(run)
+    runs = some.runs_that_share(memory.most_rows(0, 0, keeps_all, False), min_shared)
     run_of = np.empty(len(some), np.int64)
     for number, run in enumerate(runs):
         run_of[run] = number
-    begins = run_of[some.order]
-    split = {int(r) for at in np.flatnonzero(np.diff(begins)) if some.common[at + 1] for r in begins[at : at + 2]}
+    begins, common = run_of[some.order], some.at_least(min_shared).common
+    split = {int(r) for at in np.flatnonzero(np.diff(begins)) if common[at + 1] for r in begins[at : at + 2]}
     batches, time = [], 0.0
     for number, run in enumerate(runs):
         rows, pairs = _counts_of(some.select(run).at_least(min_shared))

@@ -88,16 +88,12 @@ class PackedSequences:
         if not isinstance(batch, PackedBatch):
             raise TypeError(f"batch is a {type(batch).__name__}, expected what pack or pack_padded returns")
         rows = batch.unpack_sequences(torch.arange(batch.layout.num_tokens))
+        lens, own = np.array([len(r) for r in rows]), np.array(batch.response_lens)
         if whole:
-            lens = np.array([len(r) for r in rows])
             mask = _mask(loss_masks, lens)
-            of_rows = torch.cat(rows).numpy()
-            return cls(batch.input_ids, batch.layout, of_rows, lens, mask, batch.label_style, media=batch.media)
-        lens = np.array(batch.response_lens)
-        masks = [np.ones(n, bool) for n in lens] if loss_masks is None else _masks(loss_masks, lens, "responses")
-        padded = [np.append(np.zeros(len(r) - len(m), bool), m) for r, m in zip(rows, masks, strict=True)]
-        lens = np.array([len(r) for r in rows])
-        mask = np.concatenate(padded)
+        else:
+            masks = [np.ones(n, bool) for n in own] if loss_masks is None else _masks(loss_masks, own, "responses")
+            mask = np.concatenate([np.append(np.zeros(n - len(m), bool), m) for n, m in zip(lens, masks, strict=True)])
         of_rows = torch.cat(rows).numpy()
         return cls(batch.input_ids, batch.layout, of_rows, lens, mask, batch.label_style, media=batch.media)
 
@@ -497,7 +493,7 @@ def plan_sequences(
 
     Args:
         sequences, attention_mask, cu_seqlens, position_ids, min_shared, media: as for :func:`pack_sequences`.
-        budget: packed tokens that a micro-batch may hold.
+        budget: packed tokens that a micro-batch may hold with `labels="gather"`; "roll" adds a row for each branch.
         min_count: at least so many micro-batches are made. Data-parallel ranks agree on the largest count, then plan
             again with that count.
         soft: a sequence longer than the budget gets a micro-batch of its own, with those that it begins with.
@@ -516,17 +512,7 @@ def plan_sequences(
     if media is not None:
         seen = _seen(media, host, frame)
         shared = seen.whole(shared_prefixes(seen.tokens(host)))
-    open_runs = shared.at_least(min_shared).runs(budget, min_count, soft=soft)
-    runs: list[list[int]] = []
-    while open_runs:
-        run = open_runs.pop(0)
-        most = max(budget, int(shared.lengths[run].max()))  # above the budget only if it is soft
-        # Which parts reach `min_shared` depends on the other sequences, so a run by itself may take more tokens.
-        if len(run) > 1 and shared.select(run).at_least(min_shared).tokens > most:
-            open_runs[:0] = np.array_split(run, 2)
-        else:
-            runs.append(run.tolist())
-    return runs
+    return [run.tolist() for run in shared.runs_that_share(budget, min_shared, min_count, soft=soft)]
 
 
 def tree_tokens(tree: PrefixTree, sequences: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:

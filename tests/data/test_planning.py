@@ -82,8 +82,17 @@ def test_plans_hold_every_sequence_once_and_fit(sequences, rows, min_shared):
         packed = dualkv.pack_sequences([sequences[i] for i in batch.sequences], min_shared=batch.min_shared)
         assert (batch.way == "alone") <= (packed.layout.num_tokens == sum(len(sequences[i]) for i in batch.sequences))
         if batch.way != "walked":
-            assert packed.layout.num_tokens <= batch.rows <= rows
+            assert packed.layout.num_tokens == batch.rows <= rows
         plan_parts(packed, limit)  # it fits
+
+
+def test_rows_of_a_cut_tree_are_those_of_its_parts_alone():
+    """In the second part [:3] is shared by three of four, because the first part has what parts from them at [:1]."""
+    sequences = [[2, 2, 1, 0, 0], [2, 2, 0, 1], [2, 0, 1, 2], [2, 2, 1, 0, 1], [2, 2, 1, 0, 2], [2, 2, 1, 2, 1, 1]]
+    made = dualkv.plan_in_memory(sequences, Memory(11, RowCosts(0, 0, 1, 1)), min_shared=2)
+    for batch in made.batches:
+        packed = dualkv.pack_sequences([sequences[i] for i in batch.sequences], min_shared=batch.min_shared)
+        assert packed.layout.num_tokens == batch.rows <= 11
 
 
 def test_the_loop_of_the_docstring_is_exact():
