@@ -191,8 +191,9 @@ class Segments:
 
     @cached_property
     def nominal(self) -> int:
-        """Tokens of the replicated sequences: every root-to-leaf path in full."""
-        return int((self.first_position + self.lengths)[self.is_leaf].sum())
+        """Tokens of the replicated sequences: the path of each in full, to its last segment if that is known, else to
+        every leaf."""
+        return int((self.first_position + self.lengths)[self.is_leaf if self.last is None else self.last].sum())
 
     @cached_property
     def segment_of_row(self) -> IntArray:

@@ -242,6 +242,7 @@ def test_micro_batches_that_share_nothing_are_said_once(caplog, monkeypatch):
     assert "8" in text
     assert said([alone] * 7 + [group] + [alone] * 40) == []
     assert said([alone] * 7) == []
+    assert said([alone * 4] * 40) == said([[[1], [1, 2]]] * 40) == [], "equal sequences, and one within another"
     # Ranks without work pack a token that is not trained.
     monkeypatch.setattr(trees, "NOTICE", trees.Notice())
     for _ in range(40):

@@ -201,7 +201,8 @@ def _refuse_forgotten(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     if torch.compiler.is_compiling() or (layout := forgotten_layout(tokens)) is None:
         return
     # transformers separates sequences where positions begin anew. So groups that share nothing are computed right.
-    apart = layout.nominal_tokens == layout.num_tokens and kwargs.get("position_ids") is not None
+    s = layout._segments
+    apart = (s.first_position + s.lengths)[s.is_leaf].sum() == s.total and kwargs.get("position_ids") is not None
     if (mask is None or getattr(mask, "ndim", 0) == 2) and not apart:
         raise ValueError(
             f"{type(module).__name__} got the packed input_ids of {layout!r} without dualkv, so every row would see all"
