@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from dualkv.arrays import IntArray, outside_inference_mode, to_device
+from dualkv.arrays import IntArray, outside_inference_mode, positive, to_device
 from dualkv.layout import Layout
 from dualkv.ops import dispatch
 from dualkv.ops.attention import Call, attention, checked
@@ -40,11 +40,12 @@ def padded(layout: Layout, rows: int) -> Layout:
     Raises:
         ValueError: fewer rows than 0.
     """
-    if rows == 0:
+    if positive("rows", rows, least=0) == 0:
         return layout
     segments = layout._segments
     offsets = np.append(segments.offsets, layout.num_tokens + rows)
-    made = Layout._from_arrays(offsets, np.append(segments.parent, -1), layout.device, last=segments.last)
+    last = None if segments.last is None else np.append(segments.last, layout.num_segments)
+    made = Layout._from_arrays(offsets, np.append(segments.parent, -1), layout.device, last=last)
     return made._serves(layout)
 
 
@@ -92,7 +93,9 @@ class Shard(PackedRows):
         multiple: `num_tokens` becomes a multiple of it.
 
     Raises:
-        ValueError: this process is none of the group; on all ranks, if their layouts or multiples differ.
+        ValueError: this process is none of the group; a multiple below 1; on all ranks, if their layouts or multiples
+            differ.
+        TypeError: another layout, a multiple that is no integer.
     """
 
     def __init__(self, layout: Layout, group: dist.ProcessGroup | None, multiple: int = 1) -> None:
@@ -100,7 +103,9 @@ class Shard(PackedRows):
         self.rank, self.world_size = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
         if self.rank < 0:
             raise ValueError("this process is none of the ranks of group, expected one of them or group=None")
-        self.layout = padded(layout, -layout.num_tokens % (self.world_size * multiple))
+        if not isinstance(layout, Layout):
+            raise TypeError(f"layout is a {type(layout).__name__}, expected a dualkv.Layout")
+        self.layout = padded(layout, -layout.num_tokens % (self.world_size * positive("multiple", multiple)))
         self.num_tokens = self.layout.num_tokens // self.world_size
         if group and self.world_size > 1:
             _compare(type(self), self.layout, group)

@@ -334,6 +334,25 @@ def test_padding_sees_itself_alone() -> None:
     assert longer.position_ids.tolist()[-3:] == [0, 1, 2]
     assert longer.region_bounds.tolist()[-1] == [42, 42, 42]
     assert padded(LAYOUT, 0) is LAYOUT
+    nested = dualkv.pack_sequences([[1, 2], [1, 2, 3]]).layout
+    assert padded(nested, 4).nominal_tokens == nested.nominal_tokens + 4 == 9
+    with pytest.raises(ValueError, match="rows is -3, expected 0 or more"):
+        padded(LAYOUT, -3)
+
+
+@pytest.mark.parametrize("kind", [Shard, ContextShard])
+@pytest.mark.parametrize(
+    ("layout", "multiple", "error", "why"),
+    [
+        (LAYOUT, 0, ValueError, "multiple is 0, expected 1 or more"),
+        (LAYOUT, -2, ValueError, "multiple is -2, expected 1 or more"),
+        (LAYOUT, 1.5, TypeError, r"multiple is 1\.5, expected an integer"),
+        ([0, 3, 5], 1, TypeError, r"layout is a list, expected a dualkv\.Layout"),
+    ],
+)
+def test_bad_arguments(kind: type[Shard], layout: Any, multiple: Any, error: type[Exception], why: str) -> None:
+    with pytest.raises(error, match=why):
+        kind(layout, None, multiple)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.float32, torch.float64])
