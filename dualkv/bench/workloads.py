@@ -306,7 +306,7 @@ def parse(text: str) -> Workload:
         return of_layout(text, trace.layout())
     prompts, responses = [], []
     for group in text.split(";"):
-        match = re.fullmatch(r"\s*(\d+)\s*:((?:\s*(?:\d+\s*x\s*)?\d+\s*,?)*)", group)
+        match = re.fullmatch(r"\s*(\d+)\s*:((?:\s*(?:\d+\s*x\s*)?\d+\s*(?:,|$))*)", group)
         if match is None:
             raise ValueError(
                 f"workload {text!r} is neither a name such as {next(iter(NAMED))} (--list prints all) nor lengths "
