@@ -13,6 +13,7 @@ import gzip
 import json
 import math
 import os
+import reprlib
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -397,7 +398,7 @@ def samples(data: dict[str, Any], tokenizer: Tokenizer, vocab_size: int | None =
         return [s for each in _list(data, "trajectories") for s in samples(each, tokenizer, vocab_size)]
     if "traces" in data:
         traces = _list(data, "traces") if data["traces"] else []  # none of an episode that failed
-        trained = [x for x in traces if x.get("nodes") and (x.get("agent") or {}).get("trainable", True)]
+        trained = [x for x in traces if x.get("nodes") and _inner(x, "agent").get("trainable", True)]
         return [s for each in trained for s in _trace(each, tokenizer, vocab_size)]
     reward = _reward(data)
     prompt = next((key for key in ("prompt_ids", "input", "prompt") if key in data), None)
@@ -408,7 +409,7 @@ def samples(data: dict[str, Any], tokenizer: Tokenizer, vocab_size: int | None =
         # ART trains choices. In its Parquet they are marked.
         chosen = [isinstance(each.get("message"), dict) or each.get("trainable") is True for each in data[whole]]
         own = chosen if any(chosen) else [m["role"] in POLICY for m in messages]
-        return [_conversation(messages, own, _parsed(data.get("tools")), tokenizer, vocab_size, reward)]
+        return [_conversation(messages, own, data.get("tools"), tokenizer, vocab_size, reward)]
     if "input_ids" in data:
         ids = check_ids("input_ids", data["input_ids"], vocab_size)
         return [Sample(ids, _mask(data, ("loss_mask", "assistant_masks"), len(ids)), reward)]
@@ -433,9 +434,11 @@ def _trace(data: dict[str, Any], tokenizer: Tokenizer, vocab_size: int | None) -
 
     Attempts to compact the history that the agent did not go on from are none of its training samples.
     """
-    nodes, scores = _list(data, "nodes"), [x for x in (data.get("rewards") or {}).values() if isinstance(x, dict)]
-    reward = sum(_number("'score'", x.get("score")) * x.get("weight", 1.0) for x in scores) if scores else None
-    links = [[(x.get("type"), x.get("node")) for x in node.get("semantic_parents") or ()] for node in nodes]
+    nodes, scores = _list(data, "nodes"), [x for x in _inner(data, "rewards").values() if isinstance(x, dict)]
+    of_scores = (_number("'score'", x.get("score")) * _number("'weight'", x.get("weight", 1.0)) for x in scores)
+    reward = sum(of_scores) if scores else None
+    of_nodes = (_list(node, "semantic_parents") if node.get("semantic_parents") else () for node in nodes)
+    links = [[(x.get("type"), x.get("node")) for x in above] for above in of_nodes]
     parents: list[int | None] = [node.get("parent") for node in nodes]
     for i, up in enumerate(parents):
         if up is not None and not (isinstance(up, int) and 0 <= up < i):
@@ -459,9 +462,12 @@ def _trace(data: dict[str, Any], tokenizer: Tokenizer, vocab_size: int | None) -
     return found
 
 
-def _parsed(value: Any) -> Any:
-    """The value of a field that is JSON in a string in ART's Parquet."""
-    return json.loads(value) if isinstance(value, str) else value
+def _parsed(name: str, value: Any) -> Any:
+    """The value of a field that is JSON in a string in ART's Parquet and in some datasets of TRL."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError:
+        raise ValueError(f"{name} is {reprlib.repr(value)}, expected a list, or one as JSON") from None
 
 
 def _conversation(
@@ -477,6 +483,7 @@ def _conversation(
     Some chat templates write earlier messages otherwise than last ones, without their reasoning for example. Then what
     counts is not known.
     """
+    tools = _parsed("'tools'", tools)
     ids = check_ids("messages", tokenizer.render(messages, tools), vocab_size)
     mask: list[int] | None = [0] * len(ids)
     for i, trained in enumerate(own):
@@ -504,7 +511,8 @@ def _message(name: str, value: Any) -> Message:
     if content is not None and not isinstance(content, str):
         raise ValueError(f"'content' of {name} must be text, got {kind(content)}")
     message = {**{key: x for key, x in inner.items() if x is not None}, "content": content or ""}
-    if isinstance(calls := _parsed(message.get("tool_calls")), list):  # verifiers' calls are flat
+    calls = _parsed(f"'tool_calls' of {name}", message.get("tool_calls"))
+    if isinstance(calls, list):  # verifiers' calls are flat
         flat = ("name", "arguments")
         message["tool_calls"] = [
             {**{key: x for key, x in call.items() if key not in flat}, "function": {key: call.get(key) for key in flat}}
@@ -517,6 +525,14 @@ def _message(name: str, value: Any) -> Message:
 
 def _are_messages(value: Any) -> bool:
     return isinstance(value, list) and any(isinstance(each, dict) and ({"role", "message"} & {*each}) for each in value)
+
+
+def _inner(data: dict[str, Any], name: str) -> dict[str, Any]:
+    """An object in a field; empty where there is none."""
+    found = data.get(name) or {}
+    if not isinstance(found, dict):
+        raise ValueError(f"{name!r} must be an object, got {kind(found)}")
+    return found
 
 
 def _list(data: dict[str, Any], name: str) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -134,6 +135,30 @@ def test_traces_of_verifiers() -> None:
         samples({"traces": [{"nodes": [nodes[1]]}]}, ByteTokenizer())
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"agent": "judge"}, "'agent' must be an object, got text"),
+        ({"rewards": [1.0]}, "'rewards' must be an object, got a list"),
+        ({"rewards": {"right": {"score": 1.0, "weight": None}}}, "'weight' is null, expected a finite number"),
+        ({"rewards": {"right": {"score": 1.0, "weight": math.nan}}}, "'weight' is NaN, expected a finite number"),
+        ({"nodes": [{"message": ASK[1], "semantic_parents": ["a"]}]}, "'semantic_parents' must be a list of"),
+        ({"nodes": [{"message": ASK[1], "tools": "adding"}]}, "'tools' is 'adding', expected a list, or one as JSON"),
+    ],
+)
+def test_bad_traces(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        samples({"traces": [{"nodes": [{"message": ASK[1]}]} | changes]}, ByteTokenizer())
+
+
+def test_tools_are_read_alike_in_every_form() -> None:
+    """JSON in a string, in a conversation and in a prompt with its completion, is the list that it stands for."""
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    forms = {"messages": [*ASK, TURNS[2]]}, {"prompt": ASK, "completion": [TURNS[2]]}
+    found = [samples(form | {"tools": x}, ByteTokenizer()) for form in forms for x in (tools, json.dumps(tools))]
+    assert found == [found[0]] * 4
+
+
 def test_a_trajectory_of_mini_swe_agent() -> None:
     """A folder with a file that mini-SWE-agent 2.4.6 wrote (`DefaultAgent.save`), whose last message is no message."""
     found = read_rollouts(FILES, ByteTokenizer(), 320, rewards=False)
@@ -196,6 +221,7 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
         ("a.jsonl", '{"input_ids": [1, 2], "loss_mask": [1, 1], "reward": 1}', "expected a prompt before it"),
         ("a.jsonl", '{"prompt_ids": [1], "completion_ids": [2], "loss_mask": [0]}', "'loss_mask' is not read"),
         ("a.jsonl", '{"prompt": [1], "responses": [[2]], "rewards": [1], "loss_masks": [[0]]}', "beside 'responses'"),
+        ("a.jsonl", '{"messages": [{"role": "user", "tool_calls": "x"}]}', "'tool_calls' of messages[0] is 'x'"),
         ("a.jsonl", '{"question": "a"}', "expected 'sequences', 'prompt' with"),
     ],
 )  # fmt: skip
