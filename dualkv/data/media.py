@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -229,14 +229,14 @@ def difference(a: Entry, b: Entry) -> str | None:
     return None
 
 
-def grouped(keys: Sequence[bytes], media: Sequence[Entry]) -> IntArray:
+def grouped(keys: Sequence[Hashable], media: Sequence[Entry]) -> IntArray:
     """[N] the group of each rollout: equal keys and equal media. Groups are numbered in the order of their first.
 
     Args:
-        keys: [N] what says that two prompts have equal tokens.
+        keys: [N] what says that two rollouts may share a prompt.
         media: [N] of each rollout, or empty without any.
     """
-    found: dict[bytes, list[int]] = {}  # equal tokens make several groups if their media differ
+    found: dict[Hashable, list[int]] = {}  # equal tokens make several groups if their media differ
     leaders: list[int] = []  # the first rollout of each group
     group = np.empty(len(keys), np.int64)
     for i, key in enumerate(keys):

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -482,29 +482,17 @@ def _pack_rollouts(
     """Pack rollouts with one prompt each: group them, then pack in the order of the groups."""
     host = to_host(prompts)
     keys: list[Hashable] = [p.tobytes() for p in host] if group_ids is None else _group_keys(group_ids, len(prompts))
-    groups_of: dict[Hashable, list[int]] = {}  # equal ids make several groups if their media differ
-    leader: list[int] = []  # the first rollout of each group
-    group = np.empty(len(prompts), np.int64)
-    for i, key in enumerate(keys):
-        try:
-            same = groups_of.setdefault(key, [])
-        except TypeError:
-            raise TypeError(f"group_ids[{i}] is a {type(key).__name__}, expected a value that can be hashed") from None
-        for g in same:
-            differs = None if media is None else images.difference(media[i][1], media[leader[g]][1])
-            if group_ids is not None and not np.array_equal(host[i], host[leader[g]]):
-                differs = "prompts"
-            if differs is None:
-                group[i] = g
-                break
-            if group_ids is not None:
-                raise ValueError(
-                    f"{differs} of rollouts {leader[g]} and {i} differ, but group_ids puts both into group {key!r}"
-                )
-        else:
-            group[i] = len(leader)
-            same.append(len(leader))
-            leader.append(i)
+    of_media = [entry for _, entry in media or []]
+    group = images.grouped(keys, of_media if group_ids is None else [])
+    leader = np.unique(group, return_index=True)[1].tolist()
+    for i, first in enumerate(np.array(leader)[group].tolist() if group_ids is not None else ()):
+        differs = images.difference(of_media[i], of_media[first]) if of_media else None
+        if not np.array_equal(host[i], host[first]):
+            differs = "prompts"
+        if differs is not None:
+            raise ValueError(
+                f"{differs} of rollouts {first} and {i} differ, but group_ids puts both into group {keys[i]!r}"
+            )
     order = np.argsort(group, kind="stable")
     counts = np.bincount(group)
     return _assemble(prompts, responses, leader, order, counts, labels, media, response_media, device)
@@ -530,7 +518,13 @@ def _group_keys(group_ids: GroupIds, rollouts: int) -> list[Hashable]:
         found = len(keys) if isinstance(keys, list) else "no"
         raise ValueError(f"group_ids has {found} entries for {rollouts} rollouts, expected one a rollout")
     # Tensors with one value have a hash each, whatever their value is.
-    return [key.item() if isinstance(key, torch.Tensor) and key.ndim == 0 else cast(Hashable, key) for key in keys]
+    keys = [key.item() if isinstance(key, torch.Tensor) and key.ndim == 0 else key for key in keys]
+    for i, key in enumerate(keys):
+        try:
+            hash(key)
+        except TypeError:
+            raise TypeError(f"group_ids[{i}] is a {type(key).__name__}, expected a value that can be hashed") from None
+    return keys
 
 
 def _rollout_of(row: int, layout: Layout, order: IntArray) -> int:
