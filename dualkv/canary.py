@@ -125,12 +125,14 @@ def packed_vs_separate(
     Raises:
         ValueError: `error`, and a difference that rounding does not explain; log-probs of another shape; a batch with
             images without `media`; a model whose output has no logits.
-        TypeError: a batch of another kind, such as a part of a walk.
+        TypeError: a batch of another kind, such as a part of a walk; log-probs that are no tensor.
     """
     check_model(model)
     if not isinstance(batch, PackedBatch | PackedSequences):
         raise TypeError(f"batch is a {type(batch).__name__}, expected what dualkv.pack or pack_sequences returned")
     positive("rollouts", rollouts)
+    if logp is not None and not isinstance(logp, torch.Tensor):
+        raise TypeError(f"logp must be a tensor, got a {type(logp).__name__}")
     if logp is not None and logp.shape != batch.targets.shape:
         raise ValueError(f"logp has shape {tuple(logp.shape)}, expected [{len(batch.targets)}], one a response token")
     if batch.media and media is None:

@@ -55,13 +55,13 @@ def group_advantages(rewards: torch.Tensor, group_sizes: Sequence[int], eps: flo
     Args:
         rewards: [N] float, the responses of group 0 first.
         group_sizes: responses of each group.
-        eps: keeps groups with equal rewards at 0.
+        eps: keeps groups with equal rewards at 0; with an `eps` of 0 they are NaN.
 
     Returns:
         [N] advantages in the dtype of `rewards`.
 
     Raises:
-        ValueError: sizes that do not add up to N, a size below 1, rewards that are NaN or infinite.
+        ValueError: sizes that do not add up to N, a size below 1, rewards that are NaN or infinite, a negative `eps`.
         TypeError: rewards that are not a floating point tensor, sizes that are not integers.
     """
     if not isinstance(rewards, torch.Tensor):
@@ -71,6 +71,8 @@ def group_advantages(rewards: torch.Tensor, group_sizes: Sequence[int], eps: flo
     if rewards.ndim != 1:
         raise ValueError(f"rewards must have one dimension, got shape {tuple(rewards.shape)}")
     sizes = int_array("group_sizes", group_sizes).tolist()
+    if not eps >= 0:
+        raise ValueError(f"eps is {eps}, expected 0 or more")
     if any(size < 1 for size in sizes):
         raise ValueError(f"group_sizes must be 1 or more, got {min(sizes)}")
     if sum(sizes) != len(rewards):
@@ -143,14 +145,16 @@ def policy_loss(
 
     Raises:
         ValueError: tensors that are not all [M], a KL weight without `ref_logp`, a negative clip range or KL weight.
-        TypeError: no tensors; weights that are not floating point, such as a mask, by which the loss would be a sum.
+        TypeError: no tensors; log-probs that are not floating point; weights that are not, such as a mask, by which the
+            loss would be a sum.
     """
     named = {"old_logp": old_logp, "advantages": advantages, "weights": weights, "ref_logp": ref_logp}
     for name, tensor in {"logp": logp, **named}.items():
         if not isinstance(tensor, torch.Tensor) and (tensor is not None or name != "ref_logp"):
             raise TypeError(f"{name} must be a tensor, got a {type(tensor).__name__}")
-    if not weights.is_floating_point():
-        raise TypeError(f"weights must be floating point, as token_weights returns them, got {weights.dtype}")
+    for name, tensor in (("logp", logp), ("weights", weights)):
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name} must be floating point, as token_weights returns weights, got {tensor.dtype}")
     for name, tensor in named.items():
         if tensor is not None and (logp.ndim != 1 or tensor.shape != logp.shape):
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, logp {tuple(logp.shape)}: expected [M] for both")

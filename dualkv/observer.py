@@ -129,11 +129,13 @@ def observe(
 
     Raises:
         ValueError: `calls` below 1, another label style.
-        TypeError: `model` is no module.
+        TypeError: `model` is no module, `report` no function.
     """
     check_model(model)
     check_label_style(labels)
     left = positive("calls", calls)
+    if not callable(report):
+        raise TypeError(f"report is a {type(report).__name__}, expected a function of the report")
     found = Observed(type(model).__name__, labels)
 
     def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

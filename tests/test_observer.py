@@ -132,12 +132,12 @@ def test_calls_that_cannot_be_read_are_said() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((torch.nn.Linear(1, 1), 0), ValueError, "calls is 0"),
-        ((torch.nn.Linear(1, 1), 1, "left"), ValueError, "labels is 'left'"),
-        ((None,), TypeError, "model"),
+        ({"calls": 0}, ValueError, "calls is 0"),
+        ({"labels": "left"}, ValueError, "labels is 'left'"),
+        ({"report": "a.txt"}, TypeError, "report is a str"),
+        ({"model": None}, TypeError, "model"),
     ],
 )
-def test_bad_arguments(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
-    model, *rest = arguments
+def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        dualkv.observe(model, *rest[:1], **({"labels": rest[1]} if len(rest) > 1 else {}))
+        dualkv.observe(**{"model": torch.nn.Linear(1, 1), **arguments})

@@ -231,6 +231,8 @@ def test_bad_input_is_one_sentence() -> None:
     model, batch = enable(make_model()), drawn()
     with pytest.raises(TypeError, match=r"batch is a Layout, expected what dualkv.pack"):
         dualkv.packed_vs_separate(model, batch.layout)
+    with pytest.raises(TypeError, match="logp must be a tensor, got a list"):
+        dualkv.packed_vs_separate(model, batch, [0.0])
     with pytest.raises(ValueError, match=r"logp has shape \(3,\), expected \[282\]"):
         dualkv.packed_vs_separate(model, batch, torch.zeros(3))
     with pytest.raises(ValueError, match="rollouts is 0, expected 1 or more"):
