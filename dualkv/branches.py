@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dualkv.arrays import outside_inference_mode, to_device
+from dualkv.arrays import check_bool, outside_inference_mode, to_device
 from dualkv.data.media import OF_TOKENS
 from dualkv.data.memory import heads_at_once
 from dualkv.data.parts import TreePart
@@ -45,6 +45,7 @@ class Keeping:
     def __post_init__(self) -> None:
         if self.gradients not in _SUMS:
             raise ValueError(f"gradients is {self.gradients}, expected torch.float32 or torch.bfloat16")
+        check_bool("on_host", self.on_host)
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.promote_types(dtype, self.gradients)

@@ -17,6 +17,11 @@ Shape = tuple[int, ...]
 SAMPLES = 512  # of a draw, for its extremes
 
 
+def random_states(device: torch.device) -> list[torch.Tensor]:
+    """The states of the generators of the host and, if it is a GPU, of the device."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
 class Draws(TorchDispatchMode):
     """A mode in which a random operation fills its result with one number, which its arguments alone decide.
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dualkv.draws import Draws
+from dualkv.draws import Draws, random_states
 
 GATHERED = (
     "call the head inside of the forward of the module that gathers its weights, take logits by"
@@ -220,14 +220,14 @@ def check_rows(name: str, rows: Rows, like: torch.Tensor) -> None:
     some = torch.randn(ROWS, like.shape[1], generator=torch.Generator().manual_seed(0), device="cpu")
     some = (some * 4.0 ** torch.arange(ROWS, device="cpu")[:, None]).to(like)
     with _untouched(owner, device):
-        before = _random_state(device)
+        before = random_states(device)
         together = apply(name, rows, some)
         try:
             alone = torch.cat([apply(name, rows, row[None]) for row in some])
         except Exception as error:
             says = " ".join(str(error).split())[:300]
             raise ValueError(f"{what} does not run on one row ({says}), {expected}") from error
-        if not all(map(torch.equal, before, _random_state(device))):
+        if not all(map(torch.equal, before, random_states(device))):
             draws = [Draws(extreme=extreme) for extreme in (-1, 1)]
             least, most = (_under(each, rows, some) for each in draws)
             # PEFT draws one number where it drops no module. Dropout may show only once its adapter is trained.
@@ -259,10 +259,6 @@ def _differs(a: torch.Tensor, b: torch.Tensor) -> float:
     return worst
 
 
-def _random_state(device: torch.device) -> list[torch.Tensor]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-
-
 @contextmanager
 def _untouched(owner: nn.Module | None, device: torch.device) -> Iterator[None]:
     """Restores random state and buffers, such as the statistics of norms in training, and keeps no casts of weights."""
@@ -280,7 +276,7 @@ def _untouched(owner: nn.Module | None, device: torch.device) -> Iterator[None]:
 
 
 def autocast_now(device: str) -> tuple[str, torch.dtype, bool]:
-    """The autocast that is on: device, dtype, whether it is on."""
+    """The arguments of `torch.autocast` that are in force: device, dtype, whether it is on."""
     return device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
 
 

@@ -379,10 +379,11 @@ class _Called:
                 f"the head's module makes {logits.dtype} {tuple(logits.shape)} of hidden states [1, {states.shape[1]}],"
                 " expected logits [1, V]"
             )
-        return logits.shape[1], list(_leaves(logits))
+        return logits.shape[1], list(leaves(logits))
 
 
-def _leaves(of: torch.Tensor) -> Iterator[torch.Tensor]:
+def leaves(of: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The leaves of the graph of a tensor: inputs and parameters."""
     found, seen = [of.grad_fn], set[Any]()
     while found:
         node = found.pop()

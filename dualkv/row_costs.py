@@ -11,13 +11,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dualkv.arrays import positive
+from dualkv.arrays import check_integers, positive
 from dualkv.branches import Branch, Keeping
 from dualkv.data.gain import PAIRS_A_ROW
 from dualkv.data.memory import ROWS_AT_ONCE, RowCosts
 from dualkv.data.parts import plan_parts
 from dualkv.data.trees import PackedSequences
 from dualkv.layout import Layout
+from dualkv.logprobs import leaves
 from dualkv.walks import Forward, Loss
 
 LONG = 4  # times the rows of a part: a path in whose attention the peak lies
@@ -47,11 +48,11 @@ def measure_rows(
         pairs: of the result.
 
     Raises:
-        ValueError: rows below 1, and as :func:`dualkv.walk`.
+        ValueError: rows below 1, no tokens, and as :func:`dualkv.walk`.
+        TypeError: tokens that are no tensor of integers, and as :func:`dualkv.walk`.
     """
-    rows, tokens, keeping = positive("rows", rows), input_ids.detach().reshape(-1), Keeping(gradients, on_host)
-    tokens = tokens.repeat(-(-(2 * LONG + 1) * rows // len(tokens)))
-
+    rows, keeping = positive("rows", rows), Keeping(gradients, on_host)
+    tokens = _repeated(input_ids, rows)
     run = partial(_run, forward, tokens, keeping)
 
     def of_head(own: int) -> float:
@@ -65,7 +66,7 @@ def measure_rows(
         for _ in range(2):  # what the first call allocates is no cost of a pass
             with torch.enable_grad(), Peak(input_ids.device) as peak:
                 value = loss(hidden.detach().requires_grad_(), part)
-                torch.autograd.grad(value, _leaves(value))
+                torch.autograd.grad(value, [*leaves(value)])
                 del value
             found = peak.bytes
         return found
@@ -111,8 +112,7 @@ def measure_sharded_rows(
     """
     many = positive("most // 2", most // 2)
     few, below = min(256, many), max(1, min(many, ROWS_AT_ONCE // 2) // LONG)
-    tokens = input_ids.detach().reshape(-1)
-    tokens = tokens.repeat(-(-(2 * LONG + 1) * max(many, below) // len(tokens)))
+    tokens = _repeated(input_ids, max(many, below))
     run = partial(_run, forward, tokens, keeping or Keeping())
     with torch.random.fork_rng([input_ids.device] if input_ids.is_cuda else []):
         run(1, few, True)  # what first calls allocate belongs to no row
@@ -128,6 +128,14 @@ def measure_sharded_rows(
     share = found.of_path((2 * LONG + 1) * below) * 2 * LONG / (2 * LONG + 1)
     beside = min(recomputed, max(0.0, long.peak - share) / below)
     return found._replace(beside_path=(found.graph - (recomputed - beside), beside))
+
+
+def _repeated(input_ids: torch.Tensor, rows: int) -> torch.Tensor:
+    """Tokens for a part of so many rows behind the longest path."""
+    check_integers("input_ids", input_ids)
+    if not input_ids.numel():
+        raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}, expected some tokens")
+    return input_ids.reshape(-1).repeat(-(-(2 * LONG + 1) * rows // input_ids.numel()))
 
 
 def _heads(widths: dict[int, int]) -> tuple[int, tuple[tuple[int, float], ...]]:
@@ -176,20 +184,6 @@ class _Bytes(NamedTuple):
     saved: float
     kept: float
     widths: dict[int, int]
-
-
-def _leaves(value: torch.Tensor) -> list[torch.Tensor]:
-    """Return the leaves of the graph of a value: inputs and parameters."""
-    waiting: list[Any] = [value.grad_fn]
-    nodes, found = set(waiting), list[torch.Tensor]()
-    while waiting:
-        node = waiting.pop()
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        new = {below for below, _ in getattr(node, "next_functions", ()) if below is not None} - nodes
-        nodes |= new
-        waiting += new
-    return found
 
 
 SHARE = 0.9  # of a GPU's memory that plans may count on

@@ -15,6 +15,7 @@ from dualkv.branches import Branch, Keeping
 from dualkv.data.parts import TreePart
 from dualkv.data.rows import check_used
 from dualkv.data.trees import PackedSequences
+from dualkv.heads import autocast_now
 from dualkv.walks import (
     Budget,
     Forward,
@@ -140,6 +141,8 @@ def walk_values(
             whose parameters have been written into in between.
         RuntimeError: no backward followed the walk before, which had added gradients of its loss.
     """
+    if not isinstance(loss, KnownLoss | None):
+        raise TypeError(f"loss is a {type(loss).__name__}, expected a dualkv.KnownLoss of the function, or None")
     training = torch.is_grad_enabled()
     known = loss if training and loss is not None and loss.is_sum else None
     parts = parts_of(batch, budget, values_first=known is None)
@@ -221,12 +224,6 @@ def walk_values(
     return found
 
 
-def autocast_of(device: torch.device) -> dict[str, Any]:
-    """Return the arguments of `torch.autocast` that are in force."""
-    kind = device.type
-    return {"device_type": kind, "dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
-
-
 class _Carried(torch.autograd.Function):
     """Values that a function computes without a graph, and whose gradients another function takes."""
 
@@ -234,12 +231,12 @@ class _Carried(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: torch.Tensor, compute: Callable[[], torch.Tensor], carry: Callable[[torch.Tensor], None]
     ) -> torch.Tensor:
-        ctx.carry, ctx.autocast = carry, autocast_of(anchor.device)
+        ctx.carry, ctx.autocast = carry, autocast_now(anchor.device.type)
         return compute()
 
     @staticmethod
     def backward(ctx: Any, of_values: torch.Tensor) -> Any:
-        with torch.enable_grad(), torch.autocast(**ctx.autocast):
+        with torch.enable_grad(), torch.autocast(*ctx.autocast):
             ctx.carry(of_values)
         return None, None, None
 

@@ -35,6 +35,7 @@ from dualkv.data.memory import Memory
 from dualkv.data.parts import TreePart, plan_parts
 from dualkv.data.rows import check_used
 from dualkv.data.trees import PackedSequences
+from dualkv.draws import random_states
 from dualkv.layout import Layout
 
 Forward = Callable[[torch.Tensor, Branch], torch.Tensor]
@@ -166,12 +167,8 @@ class State:
         if part.index in self._random and (self.again or self.training):
             return _drawing_again(self._random[part.index], part.device)
         if part.is_trunk or self.followed:
-            self._random[part.index] = _random_states(part.device)
+            self._random[part.index] = random_states(part.device)
         return nullcontext()
-
-
-def _random_states(device: torch.device) -> list[torch.Tensor]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
 @contextmanager
@@ -187,8 +184,12 @@ def _drawing_again(states: list[torch.Tensor], device: torch.device) -> Iterator
 def parts_of(batch: PackedSequences, budget: Budget, values_first: bool = False) -> Sequence[TreePart]:
     if not isinstance(budget, Sequence):
         return plan_parts(batch, budget, values_first=values_first)
-    if any(not isinstance(part, TreePart) or part.batch is not batch for part in budget):
-        raise ValueError("budget is a list, expected the parts of this batch that plan_parts made")
+    indices = [part.index for part in budget if isinstance(part, TreePart) and part.batch is batch]
+    if indices != [*range(len(budget))] or sum(len(part.rows) for part in budget) != batch.layout.num_tokens:
+        raise ValueError(
+            f"budget is a {type(budget).__name__} of {len(budget)} entries, expected all parts of this batch that"
+            " plan_parts made, in their order"
+        )
     return budget
 
 

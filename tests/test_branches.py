@@ -321,8 +321,21 @@ def test_parts_that_are_planned_already():
     parts = plan_parts(batch, 2)
     assert len(parts) > 2
     assert torch.equal(dualkv.walk(batch, parts, attend, loss), dualkv.walk(batch, 2, attend, loss))
-    with pytest.raises(ValueError, match="budget is a list, expected the parts of this batch"):
-        dualkv.walk(dualkv.pack_sequences([[1, 2], [1, 3]]), parts, attend, loss)
+    other = dualkv.pack_sequences([[1, 2], [1, 3]])
+    for of, some in ((other, parts), (batch, []), (batch, parts[1:]), (batch, parts * 2), (batch, parts[::-1])):
+        with pytest.raises(ValueError, match=f"budget is a list of {len(some)} entries, expected all parts of this"):
+            dualkv.walk(of, some, attend, loss)
+
+
+def test_arguments_of_walks_that_are_refused():
+    batch = dualkv.pack_sequences([[1, 2, 3, 4], [1, 2, 5]])
+    with pytest.raises(TypeError, match=r"loss is a str, expected a dualkv\.KnownLoss"):
+        dualkv.walk_values(batch, 2, lambda ids, branch: ids, lambda hidden, part: hidden, loss="sum")
+    with pytest.raises(TypeError, match="on_host is a str, expected True or False"):
+        dualkv.walk(batch, 2, lambda ids, branch: ids, on_host="no")
+    for ids, error in ((torch.zeros(1, 0, dtype=torch.int64), ValueError), ([[1, 2]], TypeError)):
+        with pytest.raises(error, match="input_ids"):
+            dualkv.measure_rows(lambda ids, branch: ids, ids)
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])

@@ -26,6 +26,7 @@ from dualkv.data.media import OF_TOKENS, SequenceMedia, entries, grouped, within
 from dualkv.data.memory import Memory
 from dualkv.data.packing import PackedBatch
 from dualkv.data.trees import PackedSequences
+from dualkv.heads import autocast_now
 from dualkv.integrations import losses
 from dualkv.integrations.metrics import RATIO, count_rows, furthest_ratio, log_ratios
 from dualkv.integrations.patching import Changes
@@ -53,7 +54,6 @@ from dualkv.integrations.trl.common import (
     walk_head,
     without_adapters,
 )
-from dualkv.walked_values import autocast_of
 
 Base: Any = object  # stands for the trainer that follows the mixin
 
@@ -299,7 +299,7 @@ class PackedGroups(Base):
         """The loss of a micro-batch. With the last one of a generation batch come the metrics of TRL's micro-batches:
         their means weigh all micro-batches alike, and TRL's shuffle puts other rollouts into each."""
         if self._walks is not None and torch.is_grad_enabled() and self.accelerator.distributed_type == "NO":
-            self._walks.loss_of = partial(self._loss_of, inputs, autocast_of(self.accelerator.device))
+            self._walks.loss_of = partial(self._loss_of, inputs, autocast_now(self.accelerator.device.type))
         if self._invariant and "old_logps" in inputs:  # sums of other numbers of rollouts may have other bits
             inputs = {**inputs, "old_logps": (inputs[OLD] * inputs["completion_mask"]).sum(1)}
         with self._kept() as found:
@@ -326,10 +326,12 @@ class PackedGroups(Base):
         values = self._metrics["train"][RATIO]  # one, because TRL logs the mean
         values[:] = [furthest_ratio(found, values)]
 
-    def _loss_of(self, inputs: Batch, autocast: dict[str, Any], values: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _loss_of(
+        self, inputs: Batch, autocast: tuple[str, torch.dtype, bool], values: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
         """Compute TRL's loss of a micro-batch whose log-probs and entropies are given, and leave the trainer as it
         is."""
-        with Changes(self) as changes, torch.autocast(**autocast):
+        with Changes(self) as changes, torch.autocast(*autocast):
             changes.replace("_metrics", {mode: defaultdict(list) for mode in self._metrics})
             changes.replace(LOG_PROBS, lambda *_, **__: (values["log_probs"], values.get("entropy"), None))
             with changes.watched():  # the controller of entropies
