@@ -173,9 +173,7 @@ def _calls(
     return forward, backward
 
 
-def _computed(
-    made: Drawn, case: Case, backend: str, dtype: torch.dtype
-) -> tuple[list[torch.Tensor], float, float]:
+def _computed(made: Drawn, case: Case, backend: str, dtype: torch.dtype) -> tuple[list[torch.Tensor], float, float]:
     """Outputs and gradients (see `_calls`), and milliseconds of a forward and of a backward; the reference is not
     timed."""
     forward, backward = _calls(made, case, backend, dtype)

@@ -80,7 +80,9 @@ def test_workloads_by_lengths(text, prompts, responses):
     assert (workload.prompt_lens, workload.response_lens) == (prompts, responses)
 
 
-@pytest.mark.parametrize("text", ["n32", "5", "a:1", "5:1,,2", "5:x3", "5:2x", ";", "5:-1", "5:1.5", "5:1 2", f"5:{'1' * 60}z"])
+@pytest.mark.parametrize(
+    "text", ["n32", "5", "a:1", "5:1,,2", "5:x3", "5:2x", ";", "5:-1", "5:1.5", "5:1 2", f"5:{'1' * 60}z"]
+)
 def test_bad_workloads(text):
     with pytest.raises(ValueError, match=re.escape(f"workload {text!r} is neither a name such as")):
         parse(text)

@@ -87,7 +87,7 @@ def test_plans_hold_every_sequence_once_and_fit(sequences, rows, min_shared):
 
 
 def test_rows_of_a_cut_tree_are_those_of_its_parts_alone():
-    """In the second part [:3] is shared by three of four, because the first part has what parts from them at [:1]."""
+    """Four share [:3] and not [:2] where the second sequence is missing, and the next token of three is too short."""
     sequences = [[2, 2, 1, 0, 0], [2, 2, 0, 1], [2, 0, 1, 2], [2, 2, 1, 0, 1], [2, 2, 1, 0, 2], [2, 2, 1, 2, 1, 1]]
     made = dualkv.plan_in_memory(sequences, Memory(11, RowCosts(0, 0, 1, 1)), min_shared=2)
     for batch in made.batches:

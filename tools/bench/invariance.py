@@ -263,7 +263,8 @@ def update(
     found = updated(sizes, torch.device(device), seconds, turns)
     record.write({"sizes": sizes._asdict(), "seconds_a_turn": seconds, "turns": turns, **found})
     print(found)
-    raise SystemExit(found["differ"]["batch_invariant"]["hidden_states"] + found["differ"]["batch_invariant"]["logp"])
+    differ = found["differ"]["batch_invariant"]
+    raise SystemExit(differ["hidden_states"] + differ["logp"] > 0)
 
 
 def updated(sizes: Update, device: torch.device, seconds: float, turns: int) -> dict[str, Any]:
