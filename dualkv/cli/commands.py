@@ -50,6 +50,7 @@ def options(
 
 INTERRUPTED = 130  # 128 + SIGINT
 SETTINGS = {field.name for field in dataclasses.fields(DemoSettings)}
+OF_DRAWN = "groups", "prompt_len", "responses", "response_len", "turns"
 
 
 def _default(name: str) -> str:
@@ -129,6 +130,12 @@ def demo(
     Rollouts of several turns are packed as trees."""
     given = {name: value for name, value in locals().items() if name in SETTINGS}
     console = console_of(json_to)
+    shaped = [name for name in OF_DRAWN if given[name] not in (None, getattr(DemoSettings, name))]
+    if rollouts is not None and shaped:
+        option = "--" + shaped[0].replace("_", "-")
+        raise ValueError(
+            f"{option} is {given[shaped[0]]} beside --rollouts, expected one of them: {option} shapes drawn ones"
+        )
     file = files.load(rollouts, files.group_or_samples) if rollouts is not None else None
     settings = DemoSettings.given(**given)  # from here on with torch
     with tracked(console, "loading the model") as track:
@@ -444,6 +451,10 @@ def precompile(
     console = console_of(json_to)
     if features and not head_dims:
         raise ValueError(f"--features is {features!r} without --head-dims, expected both: models say theirs themselves")
+    if head_dims and not gqa and _commas(directions) != ["backward"]:
+        raise ValueError(f"--head-dims is {head_dims!r} without --gqa, expected both")
+    if gqa and not head_dims:
+        raise ValueError(f"--gqa is {gqa!r} without --head-dims, expected both: models have theirs")
     if tp is not None and not models:
         raise ValueError(f"--tp is {tp!r} without --models, expected both: --gqa is the ratio on a rank")
     specs = kernels.requested(
