@@ -253,7 +253,8 @@ def table(summaries: list[Summary]) -> Table:
     names = "rollouts", "sequences", "tokens", "packed", "share ratio", "depth", "segments", "their lengths", "FLOP"
     shown = Table(*folded(*names))
     shown.caption = (
-        f"share ratio: tokens / packed; lengths: shortest, median, longest; FLOP: of an update of {summaries[0].model},"
+        "packed: as trees, also across prompts (in veRL with dualkv_trees=True); share ratio: tokens / packed; "
+        f"lengths: shortest, median, longest; FLOP: of an update of {summaries[0].model},"
         " sequences one by one / packed"
     )
     shown.caption_justify = "left"

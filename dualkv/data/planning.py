@@ -64,7 +64,7 @@ class MemoryPlan:
     def __str__(self) -> str:
         numbers = Counter(batch.way for batch in self.batches)
         said = ", ".join(f"{number} {way}" for way, number in sorted(numbers.items()))
-        return "; ".join([f"{len(self.batches)} micro-batches: {said}", *self.reasons])
+        return "; ".join([f"{len(self.batches)} micro-batch{'es' * (len(self.batches) != 1)}: {said}", *self.reasons])
 
 
 def plan_in_memory(

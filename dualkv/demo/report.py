@@ -20,7 +20,7 @@ def render(result: DemoResult) -> RenderableType:
     slow, fast = (sum(way.seconds.values()) for way in (replicated, other))
     most, least = (way.peak_bytes and way.peak_bytes / 2**20 for way in (replicated, other))
     rows: list[tuple[str, Any, Any, str]] = [
-        ("tokens computed, a pass over an update", replicated.tokens, other.tokens, ",d"),
+        ("tokens computed in a pass, with padding", replicated.tokens, other.tokens, ",d"),
         ("micro-batches", replicated.micro_batches, other.micro_batches, "d"),
         *((f"{phase}, s", replicated.seconds[phase], other.seconds[phase], ".2f") for phase in replicated.seconds),
         ("total time, s", slow, fast, ".2f"),

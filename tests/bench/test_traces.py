@@ -169,7 +169,7 @@ def test_the_command_prints_traces_and_sources(run):
     assert "trace-search-2: packing computes" in out
     code, out, _ = run("trees", "--trace", SMALL["tau2"], "--memory", "0.05")
     assert code == 0
-    assert "micro-batches: 1 walked; the tree of sequence 0, " in out
+    assert "1 micro-batch: 1 walked; the tree of sequence 0, " in out
     code, _, err = run("trees", "--trace", SMALL["tau2"], "--memory", "0")
     assert (code, err) == (1, "dualkv: --memory is 0.0, expected a finite number of GiB above 0\n")
     code, out, _ = run("trees", "--sources")
