@@ -46,6 +46,9 @@ optimizer = torch.optim.SGD(model.parameters(), args.lr)
 if args.answers:
     with open(args.answers) as file:
         groups = [json.loads(line) for line in file]
+    for line, group in enumerate(groups, 1):
+        if not {"prompt", "answers"} <= set(group):
+            parser.error(f"{args.answers}:{line}: expected 'prompt' and 'answers', found {sorted(group)}")
 else:
     draw = torch.Generator().manual_seed(0)
     sizes = [(96, (8, 11, 30)), (1, (9, 5)), (57, (1, 20, 14, 3))]

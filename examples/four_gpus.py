@@ -69,6 +69,9 @@ optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr)
 if args.rollouts:
     with open(args.rollouts) as file:
         groups = [json.loads(line) for line in file]
+    for line, group in enumerate(groups, 1):
+        if not {"prompt", "responses", "rewards"} <= set(group):
+            parser.error(f"{args.rollouts}:{line}: expected 'prompt', 'responses' and 'rewards', found {sorted(group)}")
 else:
     draw = torch.Generator().manual_seed(0)
     groups = [
