@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from dualkv.arrays import IntArray, outside_inference_mode
+from dualkv.arrays import IntArray, outside_inference_mode, positive
 from dualkv.context_parallel import ContextShard
 from dualkv.data.counts import last_segments, layout_of, paths, rollouts_of_segments
 from dualkv.data.media import SEGMENTS
@@ -87,8 +87,8 @@ class PackedGroups(PackedSeqParams):
             (:mod:`dualkv.integrations.megatron.media`).
 
     Raises:
-        TypeError: the layout is neither a :class:`dualkv.Layout` nor a batch.
-        ValueError: a layout of more rows than `length`, a `length` that the ranks cannot share, another exchange or
+        TypeError: the layout is neither a :class:`dualkv.Layout` nor a batch; `multiple` or `length` is no integer.
+        ValueError: `multiple` or `length` below 1, a layout of more rows than `length`, a `length` that the ranks cannot share, another exchange or
             count; positions of another shape; context-parallel ranks have different layouts. All ranks that construct
             it raise it.
     """
@@ -107,7 +107,8 @@ class PackedGroups(PackedSeqParams):
         count: Count = "rollouts",
         position_ids: torch.Tensor | None = None,
     ) -> None:
-        batch, layout = layout, layout_of(layout)
+        batch, layout, multiple = layout, layout_of(layout), positive("multiple", multiple)
+        length = None if length is None else positive("length", length)
         if count not in get_args(Count):
             raise ValueError(f"count is {count!r}, expected {' or '.join(map(repr, get_args(Count)))}")
         layout._check_of_all_rows("layout")

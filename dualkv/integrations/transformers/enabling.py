@@ -185,7 +185,7 @@ def _enter_decoder(
     # With images, given positions are compared with the model's where the images are placed.
     given = None if packed.has_positions else kwargs.get("position_ids")
     position_ids = _positions(tokens, given, layout)
-    if given is None and (padding := layers.padding_before_positions(module)) is not None:
+    if (padding := layers.padding_before_positions(module)) is not None:
         position_ids = layers.behind_padding(padding, tokens, position_ids, name)
     changed = {"use_cache": False, "attention_mask": mask, "position_ids": position_ids, "dualkv": packed.of_layers}
     return args, {**kwargs, **changed}
@@ -489,10 +489,11 @@ def enable(
             caches, images that do not match their placeholders or that the model is not known to run packed, a token
             count or positions other than the layout's, and sequences that share rows and get different rotary factors
             by their lengths.
-        TypeError: `model` is no module; `deterministic` or `batch_invariant` is not a bool.
+        TypeError: `model` is no module; another argument is not a bool.
     """
     check_model(model)
-    for name, value in (("deterministic", deterministic), ("batch_invariant", batch_invariant)):
+    of_names = {"deterministic": deterministic, "check": check, "fast": fast, "batch_invariant": batch_invariant}
+    for name, value in of_names.items():
         check_bool(name, value)
     if fast and batch_invariant:
         raise ValueError(

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from dualkv.arrays import IntArray, check_model
+from dualkv.arrays import IntArray, check_integers, check_model
 from dualkv.data import counts
 from dualkv.data.counts import Batch
 from dualkv.data.rows import first_of_rows
@@ -67,7 +67,7 @@ def load_balancing_loss(
 
     Raises:
         ValueError: another `count`, a model without experts, layers that choose different numbers of experts, logits
-            of another number of rows or experts.
+            of no layer, or of another number of rows or experts.
         TypeError: `model` is no model.
     """
     if count not in get_args(Count):
@@ -75,6 +75,8 @@ def load_balancing_loss(
     check_model(model)
     experts, chosen = (_number(model, names) for names in (EXPERTS, CHOSEN))
     total = counts.layout_of(batch).num_tokens
+    if router_logits is None or not len(router_logits):
+        raise ValueError(f"router_logits is {router_logits}, expected those of a call with output_router_logits=True")
     if wrong := [len(logits) for logits in router_logits if len(logits) != total]:
         raise ValueError(f"router_logits has {wrong[0]} rows, the batch has {total}")
     if wrong := [logits.shape[-1] for logits in router_logits if logits.shape[-1] != experts]:
@@ -129,11 +131,14 @@ def routes_of_rows(batch: Batch, recorded: Sequence[torch.Tensor]) -> Routes:
 
     Raises:
         ValueError: not one tensor for each rollout, more records than tokens, other numbers of layers or experts.
+        TypeError: records that are no tensors of integers.
     """
     total = batch.layout.num_tokens
     rows = [of.numpy() for of in batch.unpack_sequences(torch.arange(total))]
     if len(recorded) != len(rows):
         raise ValueError(f"recorded has {len(recorded)} entries for {len(rows)} rollouts, expected as many")
+    for i, of in enumerate(recorded):
+        check_integers(f"recorded[{i}]", of)
     if bad := [i for i, of in enumerate(recorded) if of.dim() != 3 or of.shape[1:] != recorded[0].shape[1:]]:
         shape = tuple(recorded[bad[0]].shape)
         raise ValueError(f"recorded[{bad[0]}] has shape {shape}, expected [tokens, layers, experts] of equal layers")
@@ -166,15 +171,22 @@ def replay_routes(model: nn.Module, routes: torch.Tensor) -> Iterator[None]:
 
     Args:
         model: a transformers model; every router of it calls `torch.topk` once for the experts.
-        routes: [L, T, k] integers, of every router in the order of layers; -1 leaves the choice to the router.
+        routes: [L, T, k] integers, of every router in the order of layers; k times -1 leave a row's choice to the
+            router.
 
     Raises:
-        ValueError: other numbers of routers, a router that runs other rows or does not choose by `torch.topk`; by the
-            call of this function and by the call of the model.
+        ValueError: other numbers of routers, a row with -1 and experts, a router that runs other rows or does not
+            choose by `torch.topk`; by the call of this function and by the call of the model.
+        TypeError: routes are no tensor of integers.
     """
     found = routers(model)
+    check_integers("routes", routes)
     if routes.dim() != 3 or len(routes) != len(found):
         raise ValueError(f"routes has shape {tuple(routes.shape)}, expected [{len(found)}, T, k]: one for each router")
+    left = (routes < 0).sum(-1)
+    if (partly := (left > 0) & (left < routes.shape[-1])).any():
+        layer, row = partly.nonzero()[0].tolist()
+        raise ValueError(f"routes[{layer}, {row}] is {routes[layer, row].tolist()}, expected experts, or -1 alone")
     with ExitStack() as undone:
         for (name, module), own in zip(found, routes, strict=True):
             if "forward" in vars(module):

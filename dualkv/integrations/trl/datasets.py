@@ -32,7 +32,7 @@ def group_by_prompt(dataset: Any, batch_size: int, seed: int = 0) -> Any:
         The same rows in another order.
 
     Raises:
-        ValueError: a dataset without a column "prompt", a batch size below 1.
+        ValueError: a dataset without rows or without a column "prompt", a batch size below 1.
         TypeError: another dataset, such as one that is read as a stream.
     """
     positive("batch_size", batch_size)
@@ -40,6 +40,8 @@ def group_by_prompt(dataset: Any, batch_size: int, seed: int = 0) -> Any:
         raise TypeError(f"dataset is a {type(dataset).__name__}, expected a datasets.Dataset")
     if "prompt" not in dataset.column_names:
         raise ValueError(f"dataset has columns {', '.join(dataset.column_names)}, expected one called prompt")
+    if not len(dataset):
+        raise ValueError("dataset has no rows, expected one or more")
     numbers: dict[str, int] = {}
     prompt = [numbers.setdefault(json.dumps(x), len(numbers)) for x in dataset["prompt"]]
     place = np.random.default_rng(seed).permutation(len(numbers))[prompt]

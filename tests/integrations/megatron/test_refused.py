@@ -249,6 +249,9 @@ def test_one_length_for_all_micro_batches() -> None:
         PackedGroups(LAYOUT, length=5)
     with pytest.raises(ValueError, match=r"^length is 9, expected a multiple of 2, which ranks share$"):
         PackedGroups(LAYOUT, 2, length=9)
+    for name, value, error in (("multiple", 0, ValueError), ("multiple", 1.5, TypeError), ("length", "8", TypeError)):
+        with pytest.raises(error, match=rf"^{name} is {value!r}, expected "):
+            PackedGroups(LAYOUT, **{name: value})
     model = build(enable(layer_spec()), {})
     model.config.virtual_pipeline_model_parallel_size = 2
     with pytest.raises(ValueError, match=r"^length of PackedGroups is None and virtual_pipeline_model_parallel_size 2"):

@@ -199,9 +199,12 @@ def test_recorded_routes_of_rollouts_that_differ_or_lack_some():
     with pytest.raises(ValueError, match="recorded has 1 entries"):
         routes_of_rows(batch, recorded[:1])
     with pytest.raises(ValueError, match=r"recorded\[5\] has 9 tokens"):
-        routes_of_rows(batch, [*recorded[:5], torch.zeros(9, 2, 2), recorded[6]])
+        routes_of_rows(batch, [*recorded[:5], torch.zeros(9, 2, 2).long(), recorded[6]])
     with pytest.raises(ValueError, match=r"recorded\[1\] has shape"):
         routes_of_rows(batch, [recorded[0], recorded[1][:, :1], *recorded[2:]])
+    for wrong, says in ((recorded[1] + 0.5, "float32"), (recorded[1].numpy(), "ndarray")):
+        with pytest.raises(TypeError, match=rf"recorded\[1\] must .*{says}"):
+            routes_of_rows(batch, [recorded[0], wrong, *recorded[2:]])
 
 
 def test_own_choice_where_nothing_was_recorded_and_refusals():
@@ -215,12 +218,21 @@ def test_own_choice_where_nothing_was_recorded_and_refusals():
         assert torch.equal(model.model(**given).last_hidden_state, wanted)
     with pytest.raises(ValueError, match="for each router"), replay_routes(model, none[:1]):
         pass
+    some = none.clone()
+    some[1, 2, 0] = 3  # the router may choose the same expert as its second
+    with pytest.raises(ValueError, match=r"routes\[1, 2\] is \[3, -1\]"), replay_routes(model, some):
+        pass
+    with pytest.raises(TypeError, match="routes must hold integers"), replay_routes(model, none.float()):
+        pass
     with pytest.raises(ValueError, match="0 times"), replay_routes(model, none[:, :-1]):
         model.model(**given)
     assert torch.equal(model.model(**given).last_hidden_state, wanted), "nothing of it is left"
     logits = [torch.zeros(3, 4)]
     with pytest.raises(ValueError, match="'tokens'"):
         load_balancing_loss(model, logits, batch, count="tokens")
+    for nothing in (None, ()):
+        with pytest.raises(ValueError, match=rf"router_logits is {nothing}, ".replace("()", r"\(\)")):
+            load_balancing_loss(model, nothing, batch)
     with pytest.raises(ValueError, match="3 rows"):
         load_balancing_loss(model, logits, batch)
     with pytest.raises(ValueError, match=r"router_logits has 5 columns, .* has 4 experts"):

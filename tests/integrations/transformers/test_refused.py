@@ -123,17 +123,19 @@ def test_prediction_layers_are_refused() -> None:
 
 
 def test_padding_that_positions_skip_is_refused() -> None:
-    model = enable(tiny("Roberta", is_decoder=True, pad_token_id=1))
-    ids = token_ids(LAYOUT).clone()
+    model = enable(tiny("Roberta", is_decoder=True, pad_token_id=1)).eval()
+    ids, positions = token_ids(LAYOUT).clone().clamp(min=2), LAYOUT.position_ids[None]
+    assert torch.equal(model(ids, dualkv=LAYOUT).logits, model(ids, position_ids=positions, dualkv=LAYOUT).logits)
     ids[0, -1] = 1
     with pytest.raises(ValueError, match=r"^a token is RobertaModel's pad_token_id \(1\), which its positions skip"):
         model(ids, dualkv=LAYOUT)
 
 
+@pytest.mark.parametrize("name", ["deterministic", "check", "fast", "batch_invariant"])
 @pytest.mark.parametrize("given", [None, 1, "yes"])
-def test_deterministic_is_a_bool(given: Any) -> None:
-    with pytest.raises(TypeError, match=f"deterministic is a {type(given).__name__}, expected True or False"):
-        enable(make_model(), deterministic=given)
+def test_settings_are_bools(name: str, given: Any) -> None:
+    with pytest.raises(TypeError, match=f"{name} is a {type(given).__name__}, expected True or False"):
+        enable(make_model(), **{name: given})
 
 
 @pytest.mark.parametrize("given", ["qwen3", None, tf.Qwen3ForCausalLM])

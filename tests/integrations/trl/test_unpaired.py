@@ -260,5 +260,7 @@ def test_answers_of_a_prompt_are_in_one_batch() -> None:
         group_by_prompt(Dataset.from_dict({"text": ["a"]}), 8)
     with pytest.raises(TypeError, match=r"dataset is a IterableDataset, expected a datasets\.Dataset"):
         group_by_prompt(given.to_iterable_dataset(), 8)
+    with pytest.raises(ValueError, match="dataset has no rows"):
+        group_by_prompt(given.select([]), 8)
     with pytest.raises(ValueError, match="batch_size"):
         group_by_prompt(given, 0)
