@@ -88,9 +88,9 @@ class PackedGroups(PackedSeqParams):
 
     Raises:
         TypeError: the layout is neither a :class:`dualkv.Layout` nor a batch; `multiple` or `length` is no integer.
-        ValueError: `multiple` or `length` below 1, a layout of more rows than `length`, a `length` that the ranks cannot share, another exchange or
-            count; positions of another shape; context-parallel ranks have different layouts. All ranks that construct
-            it raise it.
+        ValueError: `multiple` or `length` below 1, a layout of more rows than `length`, a `length` that the ranks
+            cannot share, another exchange or count; positions of another shape; context-parallel ranks have different
+            layouts. All ranks that construct it raise it.
     """
 
     runs_again = False

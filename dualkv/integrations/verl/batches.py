@@ -19,14 +19,11 @@ from verl.workers.config import ActorConfig, CriticConfig
 from dualkv.integrations import losses
 from dualkv.integrations.transformers.masks import by_config
 from dualkv.integrations.verl import data as verl_data
-from dualkv.integrations.verl import equal_bits, walked, work
+from dualkv.integrations.verl import options, walked, work
 from dualkv.integrations.verl.data import PackedRollouts, Rollouts
 from dualkv.integrations.verl.microbatches import plan_on_all_ranks
 
 MODEL_TYPE = "dualkv"
-# In `model.fused_kernel_options`, which veRL leaves free: true, or the fewest tokens to share, to pack trees; false to
-# pack prompts only.
-TREES = "dualkv_trees"
 MIN_SHARED = 64  # tokens: sampled texts often begin alike by chance, and attention reads whole blocks of keys
 
 
@@ -45,9 +42,10 @@ class PacksBatches:
         self._done: tuple[work.Work, work.Work, int] | None = None
         self._counter = FlopsCounter(work.of_full_attention(model_config.hf_config))
         self._layers = by_config(model_config.hf_config)
-        self._min_shared = _min_shared((model_config.fused_kernel_options or {}).get(TREES, False))
-        self._keeping = walked.asked(model_config.fused_kernel_options)
-        self._batch_invariant = equal_bits.asked(model_config.fused_kernel_options)
+        given = options.of(model_config)
+        self._min_shared = _min_shared(given.get(options.TREES, False))
+        self._keeping = walked.asked(given)
+        self._batch_invariant = given.get(options.BATCH_INVARIANT, False)
 
     # ------------------------------------------------------------------ micro-batches
     def _plan(
@@ -84,7 +82,7 @@ class PacksBatches:
             why = reason or "another data-parallel rank cannot pack its own"
             if self._batch_invariant:
                 raise ValueError(
-                    f"fused_kernel_options.{equal_bits.BATCH_INVARIANT} is True of a batch that cannot be packed: {why}"
+                    f"fused_kernel_options.{options.BATCH_INVARIANT} is True of a batch that cannot be packed: {why}"
                 )
             warnings.warn(f"dualkv: a batch runs with its prompts replicated, because {why}", stacklevel=3)
             return None
@@ -162,5 +160,7 @@ def _min_shared(trees: Any) -> int | None:
     if isinstance(trees, bool):
         return MIN_SHARED if trees else None
     if not isinstance(trees, int) or trees < 1:
-        raise ValueError(f"fused_kernel_options.{TREES} is {trees!r}, expected true, false or 1 token or more to share")
+        raise ValueError(
+            f"fused_kernel_options.{options.TREES} is {trees!r}, expected true, false or 1 token or more to share"
+        )
     return trees

@@ -15,14 +15,14 @@ from verl.utils import ulysses
 from dualkv import canary
 from dualkv.integrations.verl import data as verl_data
 from dualkv.integrations.verl.data import PackedRollouts, Rollouts
+from dualkv.integrations.verl.options import CANARY
 
-CANARY = "dualkv_canary"  # in `model.fused_kernel_options`: updates from one canary to the next
 ROLLOUTS = 2
 
 
-def steps(options: Any) -> int | None:
+def steps(options: dict[str, Any]) -> int | None:
     """The option's value; ValueError unless it is a number of 1 or more."""
-    value = (options or {}).get(CANARY)
+    value = options.get(CANARY)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:

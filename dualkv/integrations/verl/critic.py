@@ -13,9 +13,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
 
 from dualkv.integrations.verl.engine import FSDP, DualKVEngine
-from dualkv.integrations.verl.equal_bits import BATCH_INVARIANT
-
-PACKED = "dualkv"  # the option in `model.fused_kernel_options`, which veRL leaves free
+from dualkv.integrations.verl.options import BATCH_INVARIANT, CANARY, PACKED, of
 
 
 @EngineRegistry.register(model_type="value_model", backend=FSDP, device="cuda", vendor="nvidia")
@@ -33,13 +31,15 @@ class DualKVCritic(DualKVEngine, FSDPEngineWithValueHead):
 
     def _read_options(self, model_config: Any) -> None:
         super()._read_options(model_config)
-        if self._batch_invariant:
-            raise ValueError(
-                f"critic.model.fused_kernel_options.{BATCH_INVARIANT} is True, expected false: it is of log-probs"
-            )
+        given = of(model_config)
+        for name in (BATCH_INVARIANT, CANARY):
+            if value := given.get(name):
+                raise ValueError(
+                    f"critic.model.fused_kernel_options.{name} is {value}, expected none: it is of log-probs"
+                )
 
     def __new__(cls, model_config: Any, *args: Any, **kwargs: Any) -> Any:
-        if (model_config.fused_kernel_options or {}).get(PACKED, False):
+        if of(model_config).get(PACKED, False):
             return super().__new__(cls)
         return FSDPEngineWithValueHead(model_config, *args, **kwargs)
 

@@ -54,7 +54,7 @@ from dualkv.integrations import patching, transformers
 from dualkv.integrations.metrics import RATIO
 from dualkv.integrations.transformers import adapters, fused, heads, invariant, layers, media, recurrent, support
 from dualkv.integrations.transformers.placed import Placed
-from dualkv.integrations.verl import canary, equal_bits, walked
+from dualkv.integrations.verl import canary, equal_bits, options, walked
 from dualkv.integrations.verl import data as verl_data
 from dualkv.integrations.verl.batches import MODEL_TYPE, PacksBatches, packed_parts, temperatures
 from dualkv.integrations.verl.data import PackedRollouts, Rollouts
@@ -67,9 +67,6 @@ from dualkv.sequence_parallel import HeadRows, Shard, padded
 FSDP = ["fsdp", "fsdp2"]
 STRATEGIES = [*FSDP, "megatron"]
 OTHERS = ["veomni", "torchtitan", "automodel", "fsdp_turbo"]
-# In `model.fused_kernel_options`: the results that checkpointed layers keep, and how many layers do; whether what
-# surrounds attention is fused.
-KEEP, KEEP_LAYERS, FAST = "dualkv_keep", "dualkv_keep_layers", "dualkv_fast"
 
 # veRL puts attention of its own into these classes, which calls FlashAttention around transformers' registry.
 OWN_ATTENTION = {cls: cls.forward for cls in (qwen2_vl.Qwen2VLAttention, qwen2_5_vl.Qwen2_5_VLAttention)}
@@ -125,7 +122,7 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
 
     def __init__(self, model_config: Any, *args: Any, **kwargs: Any) -> None:
         self._running: Running | None = None
-        self._canary_steps, self._updates = canary.steps(model_config.fused_kernel_options), 0
+        self._canary_steps, self._updates = canary.steps(options.of(model_config)), 0
         self._compared: Compared | None = None
         self._row_costs: dict[bool, RowCosts] = {}  # by whether passes are without gradients
         self._scored = Weights()  # of old log-probs
@@ -177,14 +174,14 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
         for part in module.modules():
             if media.family(type(part)) is not None:
                 patching.of(part, "engine").before(self._enter_images)
-        options = self.model_config.fused_kernel_options or {}
-        fast = bool(options.get(FAST, False))
+        given = options.of(self.model_config)
+        fast = given.get(options.FAST, False)
         if fast and not self.model_config.use_liger:  # else veRL has put Liger's kernels in place
             fused.fuse(module)
         self._pairs_a_row = layers.pairs_a_row(module)
         if self.model_config.enable_gradient_checkpointing:
-            keep = options.get(KEEP, "attention" if fast else "nothing")
-            transformers.recompute_layers(module, keep, layers=options.get(KEEP_LAYERS))
+            keep = given.get(options.KEEP, "attention" if fast else "nothing")
+            transformers.recompute_layers(module, keep, layers=given.get(options.KEEP_LAYERS))
         return module
 
     def _enter_decoder(self, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -540,14 +537,20 @@ def _checked(config: Any, batch_invariant: bool) -> bool:
     veRL and Liger patch the classes of models while the engine builds one. This check runs before, on transformers' own
     classes.
     """
-    try:
-        model = support.without_weights(config)
-    except Exception:
-        # The code may come with the weights, or not run on the meta device; `enable` checks the model that veRL builds.
+    if (model := _without_weights(config)) is None:
         return False
     restore_attention()
     support.refuse(model, trains=True, batch_invariant=batch_invariant)
     return True
+
+
+def _without_weights(config: Any) -> nn.Module | None:
+    """The model of a configuration on the meta device; None where its code comes with the weights or does not run
+    there. `enable` and the first call with a layout check the model that veRL builds."""
+    try:
+        return support.without_weights(config)
+    except Exception:
+        return None
 
 
 def restore_attention() -> None:
@@ -583,17 +586,8 @@ def _refuse_fused_head(model_config: Any) -> None:
     Raises:
         ValueError: a fused head, and a model with a bias, a scale, a cap, or something in front of its head.
     """
-    if not model_config.use_fused_kernels:
-        return
-    try:
-        model = support.without_weights(model_config.hf_config)
-    except Exception:
-        return  # as in `_checked`: the code may come with the weights
-    _refuse_beside(model)
-
-
-def _refuse_beside(model: nn.Module) -> None:
-    if beside := transformers.head(model).beside_weight:
+    model = _without_weights(model_config.hf_config) if model_config.use_fused_kernels else None
+    if model is not None and (beside := transformers.head(model).beside_weight):
         raise ValueError(
             f"use_fused_kernels is True and {type(model).__name__} makes its logits with {', '.join(beside)}, which"
             " veRL's fused heads leave out: set use_fused_kernels=False"
@@ -602,13 +596,8 @@ def _refuse_beside(model: nn.Module) -> None:
 
 def _refuse_ulysses(model_config: Any, ranks: int) -> None:
     """Raises ValueError for a model with recurrent layers whose heads the `ranks` of Ulysses cannot share."""
-    if ranks == 1:
-        return
-    try:
-        found = recurrent.mixers(support.without_weights(model_config.hf_config))
-    except Exception:
-        return  # as in `_checked`; the first call with a layout refuses such a model
-    recurrent.refuse(found, ranks)
+    if ranks > 1 and (model := _without_weights(model_config.hf_config)) is not None:
+        recurrent.refuse(recurrent.mixers(model), ranks)
 
 
 def _split(shard: Shard, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:

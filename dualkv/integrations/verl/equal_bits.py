@@ -13,29 +13,20 @@ from typing import Any
 
 import torch
 
-from dualkv.integrations.verl.walked import WALK
+from dualkv.integrations.verl import options
+from dualkv.integrations.verl.options import BATCH_INVARIANT, FAST, WALK
 
-BATCH_INVARIANT = "dualkv_batch_invariant"  # in `model.fused_kernel_options`: true or false
 ROWS = 256  # of logits in a call
 ALIGNED = 8  # logits of a row: rows of bf16 then begin at multiples of 16 bytes, which counts in the order of sums
 Compute = Callable[[Any, dict[str, Any], int], dict[str, torch.Tensor]]
 
 
-def asked(options: Any) -> bool:
-    """Read the option; ValueError for another value than true or false."""
-    value = (options or {}).get(BATCH_INVARIANT, False)
-    if not isinstance(value, bool):
-        raise ValueError(f"fused_kernel_options.{BATCH_INVARIANT} is {value!r}, expected true or false")
-    return value
-
-
 def refuse(model_config: Any, engine_config: Any) -> None:
     """Raises ValueError for settings of an FSDP engine with which log-probs are not known to be batch-invariant."""
-    options = model_config.fused_kernel_options or {}
+    given = options.of(model_config)
     vocabulary = model_config.hf_config.get_text_config().vocab_size
     for name, value, expected in (
-        (f"fused_kernel_options.{WALK}", options.get(WALK, False), False),
-        ("fused_kernel_options.dualkv_fast", options.get("dualkv_fast", False), False),
+        *((f"fused_kernel_options.{name}", given.get(name, False), False) for name in (WALK, FAST)),
         ("use_fused_kernels", model_config.use_fused_kernels, False),
         ("use_liger", model_config.use_liger, False),
         ("ulysses_sequence_parallel_size", engine_config.ulysses_sequence_parallel_size, 1),

@@ -39,7 +39,7 @@ from verl.workers.engine.utils import postprocess_batch_func
 from dualkv.data.trees import PackedSequences
 from dualkv.integrations import megatron, patching
 from dualkv.integrations.megatron.configs import counted, refuse
-from dualkv.integrations.verl import canary, equal_bits, routes, walked
+from dualkv.integrations.verl import canary, options, routes
 from dualkv.integrations.verl.batches import MODEL_TYPE, PacksBatches, packed_parts, temperatures
 from dualkv.integrations.verl.data import PackedRollouts, Rollouts
 from dualkv.sequence_parallel import HeadRows, Shard, padded
@@ -390,22 +390,19 @@ def _refuse(model_config: Any, engine_config: Any) -> None:
         raise ValueError(
             f"actor.megatron.qat.enable is True, model.model_type={MODEL_TYPE} expects False: it has not been tried"
         )
-    options = model_config.fused_kernel_options or {}
-    if options.get("dualkv_fast", False):
+    given = options.of(model_config)
+    if given.get(options.FAST, False):
         raise ValueError(
-            "fused_kernel_options.dualkv_fast is True, strategy megatron has fused kernels of its own: set"
+            f"fused_kernel_options.{options.FAST} is True, strategy megatron has fused kernels of its own: set"
             " actor.megatron.override_transformer_config"
         )
-    if walked.asked(options) is not None:
-        raise ValueError(f"fused_kernel_options.{walked.WALK} is True, expected false on strategy megatron: use fsdp2")
-    if equal_bits.asked(options):
-        raise ValueError(
-            f"fused_kernel_options.{equal_bits.BATCH_INVARIANT} is True, expected false on strategy megatron: use fsdp2"
-        )
-    if canary.steps(options) is not None:
-        raise ValueError(f"fused_kernel_options.{canary.CANARY} is set, strategy megatron has no canary: unset it")
-    for name in ("dualkv_keep", "dualkv_keep_layers"):
-        if (keep := options.get(name)) not in (None, "nothing"):
+    for name in (options.WALK, options.BATCH_INVARIANT):
+        if given.get(name, False):
+            raise ValueError(f"fused_kernel_options.{name} is True, expected false on strategy megatron: use fsdp2")
+    if canary.steps(given) is not None:
+        raise ValueError(f"fused_kernel_options.{options.CANARY} is set, strategy megatron has no canary: unset it")
+    for name in (options.KEEP, options.KEEP_LAYERS):
+        if (keep := given.get(name)) not in (None, "nothing"):
             raise ValueError(
                 f"fused_kernel_options.{name} is {keep!r}, strategy megatron has settings of its own: set"
                 " actor.megatron.override_transformer_config.recompute_granularity"

@@ -15,8 +15,8 @@ from verl.utils.seqlen_balancing import log_seqlen_unbalance
 from dualkv.integrations import losses
 from dualkv.integrations.verl.balance import balance, rank_works, rollouts_by_tag
 from dualkv.integrations.verl.batches import MODEL_TYPE
-from dualkv.integrations.verl.critic import PACKED
 from dualkv.integrations.verl.engine import FSDP, check_strategy
+from dualkv.integrations.verl.options import PACKED
 
 
 class _WholeGroups:

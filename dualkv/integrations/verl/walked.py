@@ -40,6 +40,7 @@ from dualkv.data.trees import PackedSequences
 from dualkv.integrations.transformers.media import POSITIONS
 from dualkv.integrations.verl import data as verl_data
 from dualkv.integrations.verl.data import PackedRollouts, Rollouts
+from dualkv.integrations.verl.options import GRADIENTS, ON_HOST, WALK
 from dualkv.layout import Layout
 from dualkv.row_costs import measure_sharded_rows, room
 from dualkv.walks import Pass, State, part_passes
@@ -47,24 +48,17 @@ from dualkv.walks import Pass, State, part_passes
 logger = logging.getLogger(__name__)
 NONE = np.zeros(0, np.int64)
 MOST = 1.1  # times the memory without a walk, weights and gradients included
-# In `model.fused_kernel_options`: whether to walk, the dtype of sums of gradients of keys and values, and whether these
-# wait in host memory.
-WALK, GRADIENTS, ON_HOST = "dualkv_walk", "dualkv_walk_gradients", "dualkv_walk_on_host"
 ROWS = "input_ids", "position_ids", "multi_modal_inputs"
 SUMS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def asked(options: Any) -> Keeping | None:
+def asked(given: dict[str, Any]) -> Keeping | None:
     """Read the options: how trunks keep their tensors, None where nothing is walked.
 
     Raises:
-        ValueError: other values than true or false (`dualkv_walk`, `dualkv_walk_on_host`), fp32 or bf16
-            (`dualkv_walk_gradients`), and the last two without a walk.
+        ValueError: another dtype than fp32 or bf16 (`dualkv_walk_gradients`); it or `dualkv_walk_on_host` without a
+            walk.
     """
-    given = dict(options or {})
-    for name in (WALK, ON_HOST):
-        if not isinstance(value := given.get(name, False), bool):
-            raise ValueError(f"fused_kernel_options.{name} is {value!r}, expected true or false")
     sums = given.get(GRADIENTS, "fp32")
     if sums not in SUMS:
         raise ValueError(f"fused_kernel_options.{GRADIENTS} is {sums!r}, expected {' or '.join(SUMS)}")

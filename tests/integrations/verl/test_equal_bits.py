@@ -182,7 +182,7 @@ def test_settings_that_are_not_exact_are_refused(changed: dict[str, Any], says: 
     [
         ("dualkv", Qwen3MoeConfig(), True, "experts .* has products of its own"),
         ("dualkv", Qwen3Config(), 1, "dualkv_batch_invariant is 1, expected true or false"),
-        ("value_model", Qwen3Config(), True, "dualkv_batch_invariant is True, expected false: it is of log-probs"),
+        ("value_model", Qwen3Config(), True, "dualkv_batch_invariant is True, expected none: it is of log-probs"),
     ],
 )
 def test_an_engine_refuses_before_it_is_made(

@@ -25,7 +25,7 @@ from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 from dualkv.branches import Keeping
 from dualkv.integrations import losses
 from dualkv.integrations.transformers.masks import Visible, by_config
-from dualkv.integrations.verl import walked
+from dualkv.integrations.verl import options, walked
 from dualkv.integrations.verl.balance import balance, rank_works, rollouts_by_tag
 from dualkv.integrations.verl.critic import DualKVCritic
 from dualkv.integrations.verl.data import Rollouts
@@ -286,17 +286,43 @@ def test_a_walk_is_refused_beside_what_it_does_not_run_with(changed: dict[str, A
 
 
 def test_options_of_walks() -> None:
-    assert [walked.asked(options) for options in (None, {}, {"dualkv_walk": True})] == [None, None, Keeping()]
+    def asked(given: dict[str, Any] | None) -> Keeping | None:
+        return walked.asked(options.of(SimpleNamespace(fused_kernel_options=given)))
+
+    assert [asked(given) for given in (None, {}, {"dualkv_walk": True})] == [None, None, Keeping()]
     little = {"dualkv_walk": True, "dualkv_walk_gradients": "bf16", "dualkv_walk_on_host": True}
-    assert walked.asked(little) == Keeping(torch.bfloat16, on_host=True)
-    for options, says in (
+    assert asked(little) == Keeping(torch.bfloat16, on_host=True)
+    for given, says in (
         ({"dualkv_walk": 8192}, "dualkv_walk is 8192, expected true or false"),
         (little | {"dualkv_walk_on_host": 1}, "dualkv_walk_on_host is 1, expected true or false"),
         (little | {"dualkv_walk_gradients": "fp16"}, "dualkv_walk_gradients is 'fp16', expected fp32 or bf16"),
         ({"dualkv_walk_on_host": True}, "dualkv_walk_on_host is set without dualkv_walk=True, expected both"),
     ):
         with pytest.raises(ValueError, match=says):
-            walked.asked(options)
+            asked(given)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("dualkv_tree", True, "fused_kernel_options has dualkv_tree, expected names among dualkv, "),
+        ("dualkv_fast", "false", "fused_kernel_options.dualkv_fast is 'false', expected true or false"),
+        ("dualkv", 1, "fused_kernel_options.dualkv is 1, expected true or false"),
+    ],
+)
+def test_options_that_would_do_nothing_or_something_else_are_refused(name: str, value: Any, says: str) -> None:
+    of_verl = SimpleNamespace(fused_kernel_options={"impl_backend": "torch", name: value})
+    for model_type in ("dualkv", "value_model"):
+        with pytest.raises(ValueError, match=f"^{says}"):
+            EngineRegistry.new(model_type, "fsdp2", model_config=of_verl)
+
+
+def test_a_canary_is_refused_of_a_critic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FSDPEngineWithLMHead, "__init__", lambda *_, **__: pytest.fail("veRL's engine was made"))
+    given = {"dualkv": True, "dualkv_canary": 50}
+    of_verl = SimpleNamespace(hf_config=transformers.Qwen3Config(), fused_kernel_options=given)
+    with pytest.raises(ValueError, match=r"^critic\..*dualkv_canary is 50, expected none: it is of log-probs$"):
+        EngineRegistry.new("value_model", "fsdp2", model_config=of_verl)
 
 
 def test_trls_value_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
