@@ -12,11 +12,6 @@ from dualkv.data.gain import MIN_SHARED
 from dualkv.data.trees import PackedSequences, pack_sequences
 
 
-def plain(model: Any) -> Any:
-    """The transformers model within a PEFT model; any other model as it is."""
-    return model.get_base_model() if hasattr(model, "peft_config") else model
-
-
 def pack(sequences: torch.Tensor, attention_mask: torch.Tensor, action_mask: Any = None) -> PackedSequences:
     """Pack sequences [B, L], of which the actions of a mask [B, W] of the last W columns count."""
     return pack_sequences(sequences, action_mask, attention_mask=attention_mask, min_shared=MIN_SHARED)
@@ -33,10 +28,12 @@ def head_values(model: Any, batch: PackedSequences, rows: torch.Tensor) -> tuple
     return head(outputs.last_hidden_state[0, rows])[:, 0], outputs
 
 
-@cache  # once a process
 def say_images(name: str, library: str) -> None:
     """Warn that batches with images stay replicated."""
-    warnings.warn(
-        f"dualkv: {name} got images: batches with images run as {library} runs them, prompts once a rollout",
-        stacklevel=3,
-    )
+    warn(f"{name} got images: batches with images run as {library} runs them, prompts once a rollout")
+
+
+@cache  # once a process
+def warn(sentence: str) -> None:
+    """Warn of what the caller of a caller does."""
+    warnings.warn(f"dualkv: {sentence}", stacklevel=4)

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from dualkv.integrations import actions, patching
 from dualkv.integrations.patching import Changes
-from dualkv.integrations.transformers import enable, logprobs
+from dualkv.integrations.transformers import adapters, enable, logprobs
 from dualkv.integrations.transformers.experts import load_balancing_loss
 
 # Arguments of the actor's forward that carry no inputs of a model. All others are images.
@@ -38,7 +38,7 @@ def pack_model(model: nn.Module) -> None:
     if isinstance(model, Actor):
         _pack_actor(model)
         return
-    plain = actions.plain(model)
+    plain = adapters.without(model)
     forward = {"CriticModel": _critic, "RewardModel": _reward}.get(type(plain).__name__)
     if forward is None or not hasattr(plain, "value_head_prefix"):
         raise ValueError(
@@ -50,7 +50,7 @@ def pack_model(model: nn.Module) -> None:
 
 def _pack_actor(actor: Any) -> None:
     enable(actor.model)
-    plain, stock = actions.plain(actor.model), actor.forward
+    plain, stock = adapters.without(actor.model), actor.forward
     decoder = plain.get_decoder()
 
     def forward(

@@ -3,9 +3,7 @@ its `prepare`, so nothing else of OpenRLHF has to change."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from openrlhf.models import Actor
 from openrlhf.utils import deepspeed
 from openrlhf.utils.deepspeed import DeepspeedStrategy
 
-from dualkv.integrations import patching
+from dualkv.integrations import actions, patching
 from dualkv.integrations.openrlhf.batches import keep_groups_together
 from dualkv.integrations.openrlhf.models import pack_model
 
@@ -79,12 +77,7 @@ def refuse(args: Any) -> None:
 def say(args: Any) -> None:
     """Warn of arguments with which little is shared, each once a process."""
     if not args.train.dynamic_batch_enable:
-        _warn(
+        actions.warn(
             f"OpenRLHF shuffles rollouts over micro-batches of {args.train.micro_batch_size}, so few of a micro-batch"
             " share their prompt: add --train.dynamic_batch_enable, which keeps them together"
         )
-
-
-@cache
-def _warn(sentence: str) -> None:
-    warnings.warn(f"dualkv: {sentence}", stacklevel=4)

@@ -15,7 +15,7 @@ from skyrl.backends.skyrl_train.workers.model_wrapper import HFModelWrapper
 
 from dualkv.data.trees import PackedSequences
 from dualkv.integrations import actions, patching
-from dualkv.integrations.transformers import enable, logprobs
+from dualkv.integrations.transformers import adapters, enable, logprobs
 
 INSTEAD = "or leave dualkv.integrations.skyrl out"
 REPLAY = f", which takes log-probs over a part of the vocabulary: set it to False, {INSTEAD}"
@@ -61,7 +61,7 @@ class PackedModel(HFModelWrapper):
         if others.get("enable_sample_support_replay"):
             raise ValueError(f"enable_sample_support_replay is True{REPLAY}")
         if any(others.get(name) is not None for name in ("pixel_values", "image_grid_thw")):
-            actions.say_images(type(actions.plain(self.model)).__name__, "SkyRL")
+            actions.say_images(type(adapters.without(self.model)).__name__, "SkyRL")
             asked = (temperature, return_output, compute_entropy, entropy_requires_grad)
             return super().forward(sequences, num_actions, attention_mask, *asked, **others)
         batch = pack_actions(self, sequences, attention_mask, num_actions)
@@ -84,7 +84,7 @@ class PackedModel(HFModelWrapper):
 def packed_critic(*args: Any, **kwargs: Any) -> Any:
     """SkyRL's `get_llm_for_sequence_regression`: the critic, which then runs packed."""
     critic = model_wrapper.get_llm_for_sequence_regression(*args, **kwargs)
-    plain = actions.plain(critic)
+    plain = adapters.without(critic)
     enable(getattr(plain, plain.base_model_prefix))
     stock, changes = plain.forward, patching.of(plain, "trainer")
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import ray
@@ -13,7 +12,7 @@ from skyrl.backends.skyrl_train.workers import worker
 from skyrl.backends.skyrl_train.workers.fsdp import fsdp_worker
 from skyrl.backends.skyrl_train.workers.worker_utils import all_reduce_metrics, get_microbatch_iterator
 
-from dualkv.integrations import patching
+from dualkv.integrations import actions, patching
 from dualkv.integrations.patching import Changes
 from dualkv.integrations.skyrl.batches import SUMS, WEIGHTS, PackedBatchIterator
 from dualkv.integrations.skyrl.models import COUNTED, INSTEAD, REPLAY, PackedModel, packed_critic
@@ -152,19 +151,14 @@ def refuse(trainer: Any) -> None:
 def _say_unplanned(trainer: Any) -> None:
     if trainer.max_tokens_per_microbatch <= 0:
         sizes = f"{trainer.micro_train_batch_size_per_gpu} and {trainer.micro_forward_batch_size_per_gpu}"
-        _warn(
+        actions.warn(
             f"SkyRL cuts batches into micro-batches of {sizes} sequences wherever they end: set"
             " trainer.max_tokens_per_microbatch, which keeps sequences together that share much"
         )
 
 
 def _say_dependent(name: str) -> None:
-    _warn(
+    actions.warn(
         f"the policy loss {name} is not known to be a sum over sequences, so SkyRL's own micro-batches stay, in which"
         " few share their prompt"
     )
-
-
-@cache  # once a process
-def _warn(sentence: str) -> None:
-    warnings.warn(f"dualkv: {sentence}", stacklevel=4)

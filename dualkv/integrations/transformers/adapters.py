@@ -156,6 +156,11 @@ def kind(module: nn.Module) -> str | None:
     return None
 
 
+def without(model: Any) -> Any:
+    """The transformers model within a PEFT model; any other model as it is."""
+    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+
+
 def is_layer(module: nn.Module) -> bool:
     """Whether a module is one of PEFT's layers, around a layer of the model."""
     return any(cls.__name__ == "BaseTunerLayer" for cls in type(module).__mro__)

@@ -27,7 +27,7 @@ from dualkv.data.packing import IGNORED
 from dualkv.data.trees import NOTICE, pack_sequences
 from dualkv.integrations import patching
 from dualkv.integrations.metrics import count_rows
-from dualkv.integrations.transformers import enable, support
+from dualkv.integrations.transformers import adapters, enable, support
 from dualkv.integrations.trl import probe
 from dualkv.integrations.trl.common import (
     Batch,
@@ -43,7 +43,6 @@ from dualkv.integrations.trl.common import (
     refuse_walk,
     rows_of_tokens,
     walk_head,
-    without_adapters,
 )
 
 Base: Any = object  # stands for the trainer that follows the mixin
@@ -93,7 +92,7 @@ class PackedAnswers(Base):
             enable_all(self, self._fast)
             for model in (self.model, getattr(self, "ref_model", None)):
                 if model is not None:
-                    pack_head(without_adapters(self.accelerator.unwrap_model(model)), self, self._walks)
+                    pack_head(adapters.without(self.accelerator.unwrap_model(model)), self, self._walks)
             self._packed = True
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
@@ -205,7 +204,7 @@ class RewardTrainer(trl.RewardTrainer):
             refuse_model(model)
         super().__init__(model, *args, **kwargs)
         refuse_trainer(self)
-        pack_score(without_adapters(self.model), self, fast)
+        pack_score(adapters.without(self.model), self, fast)
 
 
 def pack_head(model: Any, trainer: Any, walks: Walks | None = None) -> None:

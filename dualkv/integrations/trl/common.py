@@ -144,7 +144,7 @@ class Walks:
 
     def _costs(self, batch: PackedSequences) -> RowCosts:
         """Measure what a row and TRL's head take in training."""
-        model = without_adapters(self.trainer.accelerator.unwrap_model(self.trainer.model))
+        model = adapters.without(self.trainer.accelerator.unwrap_model(self.trainer.model))
         decoder, name, head = model.base_model, model.base_model_prefix, self.head or model
 
         def forward(input_ids: torch.Tensor, branch: Branch) -> torch.Tensor:
@@ -265,11 +265,6 @@ def call_fixed(model: Callable[..., Any], batch: PackedSequences) -> tuple[Any, 
     outputs = model(packed=batch)
     places = torch.arange(outputs.log_probs.shape[1], device=batch.device)
     return outputs, torch.cat(batch.unpack(places))
-
-
-def without_adapters(model: Any) -> Any:
-    """The transformers model within a PEFT model; any other model as it is."""
-    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
 
 
 def pack_rollouts(

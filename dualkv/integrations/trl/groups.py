@@ -30,7 +30,7 @@ from dualkv.heads import autocast_now
 from dualkv.integrations import losses
 from dualkv.integrations.metrics import RATIO, count_rows, furthest_ratio, log_ratios
 from dualkv.integrations.patching import Changes
-from dualkv.integrations.transformers import media, suspended
+from dualkv.integrations.transformers import adapters, media, suspended
 from dualkv.integrations.trl import probe
 from dualkv.integrations.trl.common import (
     Batch,
@@ -52,7 +52,6 @@ from dualkv.integrations.trl.common import (
     rows_of_tokens,
     tokens_of_rows,
     walk_head,
-    without_adapters,
 )
 
 Base: Any = object  # stands for the trainer that follows the mixin
@@ -174,7 +173,7 @@ class PackedGroups(Base):
         if batch_invariant:
             for one in (self.model, getattr(self, "ref_model", None)):
                 if one is not None:
-                    fix_head(without_adapters(self.accelerator.unwrap_model(one)), self.temperature)
+                    fix_head(adapters.without(self.accelerator.unwrap_model(one)), self.temperature)
         self._invariant = batch_invariant
         self._walks = None if walk is None else Walks(self, walk)
         ids = (getattr(self.model.config, name, None) for name in ("image_token_id", "video_token_id"))

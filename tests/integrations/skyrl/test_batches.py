@@ -16,7 +16,7 @@ from skyrl.backends.skyrl_train.workers.worker_utils import SampleBasedBatchIter
 from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
 from skyrl.train.entrypoints import main_base
 
-from dualkv.integrations import patching
+from dualkv.integrations import actions, patching
 from dualkv.integrations.skyrl import entrypoint, install, workers
 from dualkv.integrations.skyrl.batches import WEIGHTS, PackedBatchIterator
 from tests.integrations.skyrl.runs import configuration, rollouts
@@ -76,7 +76,7 @@ def test_whose_micro_batches_stay() -> None:
 def test_losses_that_select_among_tokens_keep_skyrls_micro_batches(name: str, is_sum: bool) -> None:
     cfg = SimpleNamespace(algorithm=SimpleNamespace(policy_loss_type=name), max_tokens_per_microbatch=130)
     worker: Any = SimpleNamespace(cfg=cfg)
-    workers._warn.cache_clear()
+    actions.warn.cache_clear()
     if is_sum:
         assert workers.PackedPolicyWorker._is_sum(worker, None)
     else:
