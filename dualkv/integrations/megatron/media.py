@@ -33,11 +33,6 @@ def _is_of(cls: type, names: tuple[str, ...]) -> bool:
     return cls.__module__.startswith(BRIDGE) and cls.__name__ in names
 
 
-def holds_tower(module: nn.Module) -> bool:
-    """Whether a module is one of MODELS."""
-    return any(_is_of(cls, MODELS) for cls in type(module).__mro__)
-
-
 def is_attention(cls: Any) -> bool:
     """Whether a class is one of ATTENTION."""
     return isinstance(cls, type) and issubclass(cls, SelfAttention) and _is_of(cls, ATTENTION)
@@ -53,7 +48,7 @@ def enable(target: nn.Module, gpt: Any) -> None:
     for module in target.modules():
         if module is gpt or all(part is not gpt for part in module.modules()):
             continue
-        if holds_tower(module):
+        if any(_is_of(cls, MODELS) for cls in type(module).__mro__):
             patching.of(module).before(place, first=True)
             if _is_deep(module):
                 patching.of(module.vision_model).behind(summed)

@@ -75,7 +75,10 @@ class PackedPolicyWorker(_Trained, fsdp_worker.FSDPPolicyWorkerBase):
     def _is_sum(self, loss_fn: str | None) -> bool:
         name = loss_fn or self.cfg.algorithm.policy_loss_type
         if name not in SUMS and self.cfg.max_tokens_per_microbatch > 0:
-            _say_dependent(name)
+            actions.warn(
+                f"the policy loss {name} is not known to be a sum over sequences, so SkyRL's own micro-batches stay, in"
+                " which few share their prompt"
+            )
         return name in SUMS
 
     def _has_entropy_loss(self) -> bool:
@@ -155,10 +158,3 @@ def _say_unplanned(trainer: Any) -> None:
             f"SkyRL cuts batches into micro-batches of {sizes} sequences wherever they end: set"
             " trainer.max_tokens_per_microbatch, which keeps sequences together that share much"
         )
-
-
-def _say_dependent(name: str) -> None:
-    actions.warn(
-        f"the policy loss {name} is not known to be a sum over sequences, so SkyRL's own micro-batches stay, in which"
-        " few share their prompt"
-    )

@@ -153,7 +153,6 @@ def routes_of_rows(batch: Batch, recorded: Sequence[torch.Tensor]) -> Routes:
 
 def routers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """(name, module) of the modules of transformers that choose the experts of each row, in the order of layers."""
-
     check_model(model)
 
     def is_router(cls: type) -> bool:

@@ -153,12 +153,11 @@ PACKINGS = ([6, 8, 0, 5, 1, 3], [0, 1, 2], [0, 4], [0, 1, 2, 3, 4, 5], [6, 7])  
 
 
 @torch.no_grad()
-def differing_rows(model: Any, device: torch.device | str | None = None, shorter: int = 1) -> int:
+def differing_rows(model: Any, shorter: int = 1) -> int:
     """Count the rows of two groups whose hidden states differ in bits from those in other packings.
 
     Args:
         model: enabled; what is called with token ids and returns its hidden states first, such as `model.model`.
-        device: of the token ids; None: of the embeddings.
         shorter: divides the lengths of all segments, which are up to 192 tokens.
 
     Returns:
@@ -169,7 +168,7 @@ def differing_rows(model: Any, device: torch.device | str | None = None, shorter
     lengths = np.array([length // shorter for length, _ in LENGTHS])
     offsets = np.append(0, np.cumsum(lengths))
     ids = torch.randint(table.num_embeddings // 16, table.num_embeddings, (int(offsets[-1]),), generator=draw)
-    where = table.weight.device if device is None else torch.device(device)
+    where = table.weight.device
 
     def hidden(segments: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         rows = torch.from_numpy(np.concatenate([np.arange(*offsets[s : s + 2]) for s in segments]))

@@ -135,6 +135,11 @@ def families(model: nn.Module) -> list[Family]:
     return [how for how in map(family, map(type, model.modules())) if how is not None]
 
 
+def marks(config: Any) -> dict[int, int]:
+    """The kinds of tokens that stand for images (1) and videos (2) in a configuration, by their ids."""
+    return {token: kind for kind, *_, name in ROWS if (token := getattr(config, name, None)) is not None}
+
+
 def passes_on(module: PreTrainedModel) -> bool:
     """Whether a model hands images to a part that runs them; read once for each class of transformers' models."""
     cls = type(module)

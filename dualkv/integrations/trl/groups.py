@@ -176,10 +176,9 @@ class PackedGroups(Base):
                     fix_head(adapters.without(self.accelerator.unwrap_model(one)), self.temperature)
         self._invariant = batch_invariant
         self._walks = None if walk is None else Walks(self, walk)
-        ids = (getattr(self.model.config, name, None) for name in ("image_token_id", "video_token_id"))
         # Gemma's marks make rows see each other, so those of the processor alone serve.
         ahead = any(how.ahead for how in media.families(self.model))
-        self._marks = {} if ahead else {token: kind for kind, token in enumerate(ids, 1) if token is not None}
+        self._marks = {} if ahead else media.marks(self.model.config)
         losses.warn_of_trl(self)
 
     @profiling_decorator

@@ -9,7 +9,7 @@ import numpy as np
 
 from dualkv.arrays import IntArray
 from dualkv.integrations.verl.data import Rollouts
-from dualkv.integrations.verl.work import Work, packed
+from dualkv.integrations.verl.work import NOTHING, Work, packed
 
 
 @dataclass
@@ -71,5 +71,5 @@ def rank_works(rollouts: Rollouts, assignment: Sequence[Sequence[int]], num_upda
     works = []
     for of_rank in assignment:
         parts = np.array_split(np.array(of_rank), num_updates)
-        works.append(sum((packed(rollouts.select(part)) for part in parts), Work(0, 0)))
+        works.append(sum((packed(rollouts.select(part)) for part in parts), NOTHING))
     return works

@@ -16,13 +16,14 @@ from dualkv.arrays import IntArray, positions, to_device
 from dualkv.data.gain import if_it_pays
 from dualkv.data.media import OF_TOKENS, SequenceMedia, entries, grouped
 from dualkv.data.trees import begins_of_spans, tree_rows, tree_tokens
+from dualkv.integrations.verl.options import TREES
 from dualkv.layout import Layout
 from dualkv.prefixes import SharedPrefixes, shared_prefixes
 
 logger = logging.getLogger(__name__)
 POSITION_ROWS = 4  # of positions that veRL sends to models that see images: text, frames, height, width
 # Warnings that are given once, because they would come with every batch.
-DIFFERING, NOTHING_GAINED = "differing prompts", "dualkv_trees"
+DIFFERING = "differing prompts"
 _said: list[str] = []
 
 
@@ -222,9 +223,9 @@ def read(data: Any, min_shared: int | None = None, images: Images | str = "", fi
         once = with_copies(shared)
     else:  # parts are shared as a whole
         once, gain = if_it_pays(with_copies(shared).at_least(min_shared))
-    if not gain.pays and NOTHING_GAINED not in _said:
-        _said.append(NOTHING_GAINED)
-        logger.warning("dualkv: %s is set, but %s", NOTHING_GAINED, gain)
+    if not gain.pays and TREES not in _said:
+        _said.append(TREES)
+        logger.warning("dualkv: %s is set, but %s", TREES, gain)
     return replace(rollouts, packed_once=once, trees=True)
 
 

@@ -254,9 +254,8 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
         families = media.families(self.module)
         if not families or any(how.ahead for how in families):
             return f"images of {self.module.config.model_type} are not known to run packed in veRL"
-        ids = (getattr(self.module.config, name, None) for name in ("image_token_id", "video_token_id"))
         inputs = tuple(name for how in families for name in how.inputs if name not in media.OF_AUDIO)
-        return verl_data.Images(inputs, {token: kind for kind, token in enumerate(ids, 1) if token is not None})
+        return verl_data.Images(inputs, media.marks(self.module.config))
 
     # ------------------------------------------------------------------ a batch, in micro-batches of whole groups
     def forward_backward_batch(
