@@ -17,6 +17,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from dualkv.arrays import check_bool
 from dualkv.draws import Draws, random_states
 
 GATHERED = (
@@ -47,7 +48,7 @@ class Head:
             `module` with as many, so that the bits of a row's log-probs do not depend on what it is packed with.
 
     Raises:
-        TypeError: a weight or bias that is no floating point tensor.
+        TypeError: a weight or bias that is no floating point tensor; `before` or `module` that is no function.
         ValueError: shapes that do not match, a scale that is 0 or not finite, a cap that is not above 0 and finite,
             both `weight` and `module` or neither of them, a bias beside a module, a weight or bias sharded over ranks.
     """
@@ -64,6 +65,10 @@ class Head:
         if (self.weight is None) == (self.module is None):
             found = "neither" if self.weight is None else "both"
             raise ValueError(f"the head has {found} of weight and module, expected one of them")
+        check_bool("the head's batch_invariant", self.batch_invariant)
+        for name, part in (("before", self.before), ("module", self.module)):
+            if part is not None and not callable(part):
+                raise TypeError(f"the head's {name} is a {type(part).__name__}, expected a function of rows")
         for name, tensor, dims in (("weight", self.weight, ["V", "C"]), ("bias", self.bias, ["V"])):
             if tensor is not None:
                 check_tensor(f"the head's {name}", tensor)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
-from dualkv.arrays import IntArray, positions, positive
+from dualkv.arrays import IntArray, check_bool, positions, positive
 from dualkv.data.packing import PackedBatch
 from dualkv.data.parts import TreePart
 from dualkv.data.rows import check_used
@@ -88,6 +88,7 @@ def response_logprobs(
             on a GPU are checked there, without waiting for it: the failure is a device-side assertion.
         TypeError: tensors that are not floating point.
     """
+    check_bool("compiled", compiled)
     states, head, divisor = _checked(hidden, head, batch, temperature, chunk_size, kept_chunks)
     if compiled and head.batch_invariant:
         raise ValueError("compiled is True and the head is batch-invariant, which compiled sums are not known to be")

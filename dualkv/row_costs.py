@@ -19,7 +19,7 @@ from dualkv.data.parts import plan_parts
 from dualkv.data.trees import PackedSequences
 from dualkv.layout import Layout
 from dualkv.logprobs import leaves
-from dualkv.walks import Forward, Loss
+from dualkv.walks import Forward, Loss, check_functions
 
 LONG = 4  # times the rows of a part: a path in whose attention the peak lies
 
@@ -52,6 +52,8 @@ def measure_rows(
         TypeError: tokens that are no tensor of integers, and as :func:`dualkv.walk`.
     """
     rows, keeping = positive("rows", rows), Keeping(gradients, on_host)
+    check_functions(forward=(forward, "(input_ids, branch)"))
+    check_functions(False, loss=(loss, "(hidden states, part)"))
     tokens = _repeated(input_ids, rows)
     run = partial(_run, forward, tokens, keeping)
 

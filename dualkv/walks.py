@@ -404,7 +404,8 @@ def walk(
         RuntimeError: keys or values that are written in place behind their layer.
     """
     keeping, parts = Keeping(gradients, on_host), parts_of(batch, budget)
-    check_functions(forward=(forward, "(input_ids, branch)"), loss=(loss, "(hidden states, part)"))
+    check_functions(forward=(forward, "(input_ids, branch)"))
+    check_functions(False, loss=(loss, "(hidden states, part)"))
     total: list[torch.Tensor] = []
     for one in walk_passes(batch, parts, keeping):
         value = None
@@ -420,9 +421,9 @@ def walk(
     return torch.stack(total).sum() if total else torch.zeros((), device=batch.device)
 
 
-def check_functions(**given: tuple[object, str]) -> None:
+def check_functions(needed: bool = True, **given: tuple[object, str]) -> None:
     for name, (function, form) in given.items():
-        if not callable(function) and not (function is None and name == "loss"):
+        if not callable(function) and (needed or function is not None):
             raise TypeError(f"{name} is a {type(function).__name__}, expected a function of {form}")
 
 

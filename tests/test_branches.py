@@ -331,6 +331,11 @@ def test_arguments_of_walks_that_are_refused():
     batch = dualkv.pack_sequences([[1, 2, 3, 4], [1, 2, 5]])
     with pytest.raises(TypeError, match=r"loss is a str, expected a dualkv\.KnownLoss"):
         dualkv.walk_values(batch, 2, lambda ids, branch: ids, lambda hidden, part: hidden, loss="sum")
+    for name in ("forward", "loss"):
+        with pytest.raises(TypeError, match=f"{name} is a int, expected a function of"):
+            dualkv.measure_rows(**{"forward": lambda ids, branch: ids, name: 3}, input_ids=torch.ones(2).long())
+    with pytest.raises(TypeError, match="loss is a NoneType, expected a function of the values"):
+        dualkv.walk_whole(batch, 2, lambda ids, branch: ids, lambda hidden, part: hidden, None)
     with pytest.raises(TypeError, match="on_host is a str, expected True or False"):
         dualkv.walk(batch, 2, lambda ids, branch: ids, on_host="no")
     for ids, error in ((torch.zeros(1, 0, dtype=torch.int64), ValueError), ([[1, 2]], TypeError)):

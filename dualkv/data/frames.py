@@ -59,8 +59,8 @@ class Frame:
         if not isinstance(loss_masks, torch.Tensor) or loss_masks.is_nested:
             came = "a nested tensor" if isinstance(loss_masks, torch.Tensor) else f"a {type(loss_masks).__name__}"
             raise TypeError(f"loss_masks is {came}, expected a tensor of zeros and ones as sequences is one tensor")
+        self.columns("loss_masks", tuple(loss_masks.shape), np.zeros(0, np.int64))
         counts = _zeros_and_ones("loss_masks", loss_masks)
-        self.columns("loss_masks", counts.shape, np.zeros(0, np.int64))
         full = np.zeros(self.shape, bool)
         full[..., full.shape[-1] - counts.shape[-1] :] = counts
         found = full.reshape(-1)[self.places]

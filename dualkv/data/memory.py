@@ -25,6 +25,7 @@ ROWS_AT_ONCE = 32768  # of all KV heads, for which the backward of attention beh
 
 SHARES = tuple(i / 8 for i in range(8, -1, -1))  # of layers that keep all
 
+PAIRS = "beside_path", "saved"  # of layers that keep all and of others; may be None
 POSITIVE = "bytes", "graph", "recomputed", "pairs", "kv_heads", "other_heads"  # costs of a path and the head may be 0
 
 
@@ -104,9 +105,12 @@ class Memory:
         if not isinstance(self.row, RowCosts):
             raise TypeError(f"row is a {type(self.row).__name__}, expected a RowCosts")
         given = [("bytes", self.bytes)]
+        for name in PAIRS:
+            if (value := getattr(self.row, name)) is not None and not (isinstance(value, tuple) and len(value) == 2):
+                raise TypeError(f"{name} is {value!r}, expected a pair of numbers, or None")
         for name, value in self.row._asdict().items():
             for x in value if isinstance(value, tuple) else [value]:
-                given += [(name, y) for y in (x if isinstance(x, tuple) else [x]) if y is not None]
+                given += [(name, y) for y in (x if isinstance(x, tuple) else [x]) if y is not None or name not in PAIRS]
         for name, value in given:
             if isinstance(value, bool) or not isinstance(value, int | float | np.number):
                 raise TypeError(f"{name} is {value!r}, expected a number")

@@ -87,6 +87,7 @@ class PackedSequences:
         """
         if not isinstance(batch, PackedBatch):
             raise TypeError(f"batch is a {type(batch).__name__}, expected what pack or pack_padded returns")
+        check_bool("whole", whole)
         rows = batch.unpack_sequences(torch.arange(batch.layout.num_tokens))
         lens, own = np.array([len(r) for r in rows]), np.array(batch.response_lens)
         if whole:
@@ -184,6 +185,7 @@ class PackedSequences:
                 of other rows or without the column of a trained token, or values that require a gradient though no
                 attention has used the layout (:meth:`Layout.mark_used`).
         """
+        check_bool("whole", whole)
         if like is not None:
             return self._unpack_like(values, like, form, padding_value, whole)
         check_unpacked(values, len(self._trained), "trained token", form, self.layout)

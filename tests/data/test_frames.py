@@ -111,6 +111,7 @@ POSITIONS = torch.tensor([[0, 1, 2], [0, 1, 0]])
         (IDS, {"position_ids": POSITIONS.flip(1)}, ValueError, "position_ids[0, 0]|2|0"),
         (IDS, {"position_ids": POSITIONS + OWN - 1}, ValueError, "position_ids[0, 0]|-1"),
         (IDS, {"attention_mask": OWN, "loss_masks": [[0, 0, 1], [0, 0, 1]]}, TypeError, "loss_masks|list"),
+        (IDS, {"attention_mask": OWN, "loss_masks": torch.tensor(1.5)}, ValueError, "loss_masks|shape|()"),
         (IDS, {"attention_mask": OWN, "loss_masks": OWN[:1]}, ValueError, "loss_masks|(1, 3)|(2, 3)"),
         (IDS, {"attention_mask": OWN, "loss_masks": OWN[0]}, ValueError, "loss_masks|(3,)|(2, 3)"),
         (IDS, {"attention_mask": OWN, "loss_masks": torch.ones(2, 4)}, ValueError, "loss_masks|(2, 4)|(2, 3)"),

@@ -140,6 +140,9 @@ def test_a_path_takes_what_the_layer_with_the_most_takes():
     assert found._replace(other_heads=((1, 0.9),)).of_path(49152) == pytest.approx(found.path * 49152 * 0.9)
     with pytest.raises(ValueError, match="other_heads is 0, expected a positive number"):
         Memory(1, found._replace(other_heads=((0, 0.9),)))
+    for name, value in (("recomputed", None), ("head", "1"), ("beside_path", 1.0), ("saved", (1.0,))):
+        with pytest.raises(TypeError, match=f"{name} is .*, expected a"):
+            Memory(1, found._replace(**{name: value}))
 
 
 # ---------------------------------------------------------------- 8 layers of Qwen3-8B, as recorded on an H200
