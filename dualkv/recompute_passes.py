@@ -87,17 +87,8 @@ class RecomputePasses(TorchDispatchMode):
         features = asked.of_call(segments.longest_path, lse.dtype)
         self.calls += 1
         for heads, spec in _launches(q, k, v, segments, features):
-            grid = segments.cached(
-                (
-                    "recompute_passes",
-                    spec.operation,
-                    spec.tile,
-                    spec.packed_heads,
-                    features.reach,
-                    features.batch_invariant,
-                ),
-                partial(_grid, segments, spec, features),
-            )
+            key = spec.operation, spec.tile, spec.packed_heads, features.reach, features.batch_invariant
+            grid = segments.cached(("recompute_passes", *key), partial(_grid, segments, spec, features))
             found = _outgrown(q, k, v, lse, grid, softmax_scale, features.softcap)[heads]
             of_parts = found.unflatten(0, (-1, spec.packed_heads)).any(1)
             tiles = torch.zeros(len(of_parts), grid.tiles, device=q.device)

@@ -60,11 +60,8 @@ def backward_pairs(work: BackwardWork, tile: BackwardTile) -> float:
     if tile.tile_n == WG_ROWS:
         return float(len(flags) * tile.cluster * block)
     rows = np.zeros(4, np.int64)
-    rows[[fields.FIRST_ROWS, fields.WHOLE, fields.LAST_ROWS]] = (
-        part_rows(tile.tile_m),
-        tile.tile_m,
-        part_rows(tile.tile_m),
-    )
+    few = part_rows(tile.tile_m)
+    rows[[fields.FIRST_ROWS, fields.WHOLE, fields.LAST_ROWS]] = few, tile.tile_m, few
     total = 0.0
     for rank in range(tile.cluster):
         own = flags >> (fields.OWN + rank) & 1

@@ -231,11 +231,8 @@ class Summary:
         tree, gain = found.shared.tree(), Gain.of(found.shared)
         layout = Layout.from_segments(tree.offsets, tree.parent)
         # Where it is not known which tokens count, the head runs on all rows.
-        head = (
-            (gain.replicated_rows, gain.rows)
-            if found.trained is None
-            else (found.trained, min(found.trained, gain.rows))
-        )
+        every = gain.replicated_rows, gain.rows
+        head = every if found.trained is None else (found.trained, min(found.trained, gain.rows))
         plan = "" if gib is None else str(plan_shared(found.shared, Memory(gib * 2**30, row_costs(model))))
         before = flops(model, gain.replicated_rows, gain.replicated_pairs, head[0])
         after = flops(model, gain.rows, gain.pairs, head[1])

@@ -41,13 +41,7 @@ def tracked(console: Console, first: str = "starting", line_of: Callable[[Any], 
         first: what runs before the first loop.
         line_of: instead of bars prints this line for each item there; None prints none.
     """
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     progress = Progress(*columns, console=console, transient=True)
     # Elsewhere a progress bar would leave an empty line before what follows it: with rich 14.0 a disabled one too.
     with progress if console.is_interactive else nullcontext():

@@ -80,12 +80,8 @@ def plan_micro_batches(
         TypeError: lengths, `budget`, `num_ranks` or `min_count` that are not integers.
     """
     check_label_style(labels)
-    budget, num_ranks, min_count = (
-        positive("budget", budget),
-        positive("num_ranks", num_ranks),
-        positive("min_count", min_count),
-    )
-    copies = label_copies(labels)
+    budget, num_ranks = positive("budget", budget), positive("num_ranks", num_ranks)
+    min_count, copies = positive("min_count", min_count), label_copies(labels)
     shared = length_array("prompt_lens", prompt_lens) - copies
     private = [lengths + copies for lengths in length_arrays("response_lens", response_lens)]
     _check_groups(shared, private, budget, copies)

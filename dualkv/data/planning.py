@@ -147,8 +147,9 @@ def _choose(tree: SharedPrefixes, memory: Memory) -> _Choice:
     if len(tree) > 1:
         apart = replace(tree, common=np.zeros_like(tree.common))
         fits += [c for keeps_all in (True, False) if (c := _cut(apart, memory, keeps_all, True)) is not None]
-    found = min((c for c in fits if c.way == "alone"), key=_time, default=None)
-    shares = min((c for c in fits if c.way != "alone"), key=_time, default=None)
+    fits.sort(key=lambda choice: choice.time)
+    found = next((choice for choice in fits if choice.way == "alone"), None)
+    shares = next((choice for choice in fits if choice.way != "alone"), None)
     if found is None or (shares is not None and shares.time <= (1 - MIN_GAIN) * found.time):
         found = shares
     # One pass that recomputes layers holds some trees. A walk whose parts keep all may take less time.
@@ -208,21 +209,13 @@ def arrange(
     if found is None or (walk is not None and walk.time <= (1 - MIN_GAIN) * found.time):
         walk = walk or fitted(batch, memory, values_first)
         than = "" if found is None else f", {found.time / walk.time:.2f} times as fast as copies of what is shared"
-        return (
-            walk.parts,
-            None,
-            f"{rows:,} rows are walked in {len(walk.parts)} parts{than}: {walk}",
-        )
+        return walk.parts, None, f"{rows:,} rows are walked in {len(walk.parts)} parts{than}: {walk}"
     if of is apart:
         return [], apart, f"{len(whole)} sequences are left alone: sharing would save less than {MIN_GAIN:.0%}"
     runs = whole.runs(memory.most_rows(0, 0, found.keeps_all, False))
     run_of = np.repeat(np.arange(len(runs)), [len(run) for run in runs])
     common = np.where(np.diff(run_of, prepend=0) > 0, 0, whole.common)
     return [], replace(whole, common=common), f"{rows:,} rows are cut into {found.reason}"
-
-
-def _time(choice: _Choice) -> float:
-    return choice.time
 
 
 def _cut(

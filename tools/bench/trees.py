@@ -30,6 +30,7 @@ from dualkv.bench import traces
 from dualkv.bench.run import in_words
 from dualkv.bench.trees import Found, flops
 from dualkv.data.gain import Gain
+from dualkv.data.planning import ALONE
 from dualkv.data.trees import PackedSequences, pack_sequences, plan_sequences
 from dualkv.integrations.transformers import disable, enable, recompute_layers
 from dualkv.integrations.transformers.batches import ModelBatch
@@ -39,7 +40,6 @@ from tools.bench.record import JsonPath, Record
 from tools.bench.step import Update, loss_weights, make_model, step
 
 WAYS = "replicated", "gathered", "packed"
-ALONE = 2**40  # tokens to share at least: nothing is
 WARM_ROWS = 32768  # tokens of the sequences that each way runs first, to compile and load what it needs
 # NAME@ROWS=WAY,WAY of :class:`Job`, in order of worth.
 JOBS = (
