@@ -104,7 +104,7 @@ def on_a_rank(rank: int) -> None:
     for parts in (lambda m: m.model.layers, lambda m: [*m.model.layers, m.lm_head]):
         model = enable(fresh())
         for part in (*parts(model), model):
-            fully_shard(part, mesh=mesh)
+            fully_shard(part, mesh=mesh, reshard_after_forward=True)  # the root too
         check(model, fresh())
     dist.destroy_process_group()
 
