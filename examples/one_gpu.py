@@ -1,7 +1,9 @@
 """GRPO in plain PyTorch on one GPU: sample, reward, pack, update.
 
 python examples/one_gpu.py --model Qwen/Qwen3-0.6B
-python examples/one_gpu.py --tiny     # random weights, bytes for tokens: seconds on a CPU
+OMP_WAIT_POLICY=passive python examples/one_gpu.py --tiny --steps 3   # random weights, bytes for tokens: on a CPU
+
+Without that variable, threads of PyTorch that wait keep a busy CPU's cores from those that compute.
 """
 
 import argparse
