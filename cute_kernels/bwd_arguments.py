@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -12,6 +13,25 @@ from cute_kernels.pipeline import Pipeline, Signal
 
 
 # ---------------------------------------------------------------- global memory
+class Arguments(NamedTuple):
+    """Arguments as they are passed, without features; see :class:`cute_kernels.bwd_frame.BackwardFrame`."""
+
+    q: cute.Tensor  # (T, H, D)
+    k: cute.Tensor  # (T, Hk, D)
+    v: cute.Tensor  # (T, Hk, Dv)
+    dout: cute.Tensor  # (T, H, Dv)
+    stats: cute.Tensor  # (H, nm * M * STAT_COLUMNS)
+    dk: cute.Tensor  # (T, Hk, D)
+    dv: cute.Tensor  # (T, Hk, Dv)
+    dq_acc: cute.Tensor  # (H * nm * M * head_dim)
+    partials: cute.Tensor  # (n * partial_floats)
+    locks: cute.Tensor  # (lock_words(H * nm))
+    work: cute.Tensor  # (n, 11)
+    visible_end: cute.Tensor  # (T)
+    softmax_scale: Float32
+    stream: cuda.CUstream
+
+
 class Load(NamedTuple):
     """A copy by the copy engine (TMA), and the coordinates of its tensor in global memory."""
 

@@ -14,6 +14,7 @@ In other blocks every pair is visible, and the products do what mathematics says
 
 import math
 from collections.abc import Callable
+from enum import IntEnum
 
 import cutlass
 import cutlass.cute as cute
@@ -24,8 +25,15 @@ from cute_kernels.bwd_arguments import Mask, Shared
 from cute_kernels.bwd_stats import broken_dpsum
 from cute_kernels.ptx import any_nonzero
 
-BAR_CONTAIN = 1  # named barrier of all MMA warps (0 is __syncthreads); the next ones are of a warp group each
 ALL_MASKED = 2**31 - 1  # unmasked_begin of a CTA with broken keys: all blocks take the mask, and are contained
+
+
+class NamedBarrier(IntEnum):
+    """The named barriers of the MMA warps (0 is __syncthreads). All are for tiles that lose what is not finite: once to
+    agree that they do and before they are read again, once before they are written."""
+
+    MMA_WARPS = 1
+    WARP_GROUP = 2  # and 3: one a warp group, where one warp group alone writes
 
 
 class BackwardContainment:
@@ -56,16 +64,16 @@ class BackwardContainment:
             found |= self.not_finite(s.K, tid, threads)
             if const_expr(s.peer_K is not None):
                 found |= self.not_finite(s.peer_K, tid, threads)
-        if any_nonzero(Int32(BAR_CONTAIN), found, threads):
+        if any_nonzero(Int32(NamedBarrier.MMA_WARPS), found, threads):
             unmasked_begin = Int32(ALL_MASKED)
             self.remove_not_finite(s.V, tid, threads)
             if const_expr(self.want_dq):
-                cute.arch.barrier(barrier_id=BAR_CONTAIN, number_of_threads=threads)
+                cute.arch.barrier(barrier_id=NamedBarrier.MMA_WARPS, number_of_threads=threads)
                 self.remove_not_finite(s.K, tid, threads, s.V)
                 if const_expr(s.peer_K is not None):
                     self.remove_not_finite(s.peer_K, tid, threads)
             cute.arch.fence_view_async_shared()
-            cute.arch.barrier(barrier_id=BAR_CONTAIN, number_of_threads=threads)
+            cute.arch.barrier(barrier_id=NamedBarrier.MMA_WARPS, number_of_threads=threads)
         return cute.arch.make_warp_uniform(unmasked_begin)  # which the compiler cannot know
 
     @cute.jit
@@ -110,9 +118,13 @@ class BackwardContainment:
                 self.zero_hidden(acc_dP, m0 + dP_row, mask)
             if const_expr(len(remove_from) > 0):
                 if const_expr(wg is not None):
-                    barrier, threads, tid = BAR_CONTAIN + 1 + wg, 128, cute.arch.thread_idx()[0] % 128
+                    barrier, threads, tid = NamedBarrier.WARP_GROUP + wg, 128, cute.arch.thread_idx()[0] % 128
                 else:
-                    barrier, threads, tid = BAR_CONTAIN, 128 * self.warp_groups, cute.arch.thread_idx()[0] - 128
+                    barrier, threads, tid = (
+                        NamedBarrier.MMA_WARPS,
+                        128 * self.warp_groups,
+                        cute.arch.thread_idx()[0] - 128,
+                    )
                 cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
                 if const_expr("Q" in remove_from):
                     self.remove_not_finite(s.Q[None, None, stage], tid, threads)

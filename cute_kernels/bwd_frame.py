@@ -50,7 +50,6 @@ add one:
 
 import math
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
@@ -61,7 +60,7 @@ from cutlass.utils import LayoutEnum, SmemAllocator
 from cute_kernels import fakes
 from cute_kernels.abi import LOCKS, STAT_COLUMNS, BlockFields, partial_floats
 from cute_kernels.abi import BackwardFields as items
-from cute_kernels.bwd_arguments import BackwardPipelines, Global, Item, Load, Loads, Mask, SavedItem, Shared
+from cute_kernels.bwd_arguments import Arguments, BackwardPipelines, Global, Item, Load, Loads, Mask, SavedItem, Shared
 from cute_kernels.bwd_contain import BackwardContainment
 from cute_kernels.bwd_load import Producer
 from cute_kernels.bwd_results import Results, as_pairs
@@ -323,70 +322,39 @@ class BackwardFrame(Producer, BackwardContainment, Results):
 
     # ---------------------------------------------------------------- host side
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,  # (T, H, D)
-        k: cute.Tensor,  # (T, Hk, D)
-        v: cute.Tensor,  # (T, Hk, Dv)
-        dout: cute.Tensor,  # (T, H, Dv)
-        stats: cute.Tensor,  # (H, nm * M * STAT_COLUMNS)
-        dk: cute.Tensor,  # (T, Hk, D)
-        dv: cute.Tensor,  # (T, Hk, Dv)
-        dq_acc: cute.Tensor,  # (H * nm * M * head_dim)
-        partials: cute.Tensor,  # (n * partial_floats)
-        locks: cute.Tensor,  # (lock_words(H * nm))
-        work: cute.Tensor,  # (n, 11)
-        visible_end: cute.Tensor,  # (T)
-        softmax_scale: Float32,
-        stream: cuda.CUstream,
-        *features: object,
-    ) -> None:
-        left = iter(features)
+    def __call__(self, *arguments: object) -> None:
+        count = len(Arguments._fields)
+        x, left = Arguments(*arguments[:count]), iter(arguments[count:])
         tables = [next(left) if self.windowed else None for _ in range(3)]
         cap = next(left) if self.capped else None
-        stats = by_block(stats, q.shape[0], self.tile_m)
-        g = Global(stats, dk, dv, dq_acc, partials, locks, work, visible_end, *tables, cap)
-        self.launch(q, k, v, dout, g, softmax_scale, stream)
+        stats = by_block(x.stats, x.q.shape[0], self.tile_m)
+        dk = as_pairs(x.dk) if self.want_dk else x.dk
+        dv = as_pairs(x.dv) if self.want_dv else x.dv
+        g = Global(stats, dk, dv, x.dq_acc, x.partials, x.locks, x.work, x.visible_end, *tables, cap)
+        self.launch(x, g)
 
-    def launch(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        dout: cute.Tensor,
-        g: Global,
-        softmax_scale: Float32,
-        stream: cuda.CUstream,
-    ) -> None:
-        """The kernel. g: with dk and dv as they were given."""
+    def launch(self, x: Arguments, g: Global) -> None:
         M, N = self.tile_m, self.tile_n
         load = cpasync.CopyBulkTensorTileG2SOp()
         load_rows = load if self.row_ctas == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
         Q, dO = [
-            Load(*cpasync.make_tiled_tma_atom(load_rows, self.by_head(x), layout, (M, columns), self.row_ctas))
-            for x, layout, columns in (
-                (q, cute.select(self.layout_Q(), mode=[0, 1]), self.head_dim),
-                (dout, cute.select(self.layout_dO(), mode=[0, 1]), self.head_dim_v),
+            Load(*cpasync.make_tiled_tma_atom(load_rows, self.by_head(tensor), layout, (M, columns), self.row_ctas))
+            for tensor, layout, columns in (
+                (x.q, cute.select(self.layout_Q(), mode=[0, 1]), self.head_dim),
+                (x.dout, cute.select(self.layout_dO(), mode=[0, 1]), self.head_dim_v),
             )
         ]
-        K = Load(*cpasync.make_tiled_tma_atom(load, self.by_head(k), self.layout_K(), (N, self.k_columns)))
+        K = Load(*cpasync.make_tiled_tma_atom(load, self.by_head(x.k), self.layout_K(), (N, self.k_columns)))
         peer_K = None
         if self.peer_columns:
             shape = (N, self.peer_columns)
-            peer_K = Load(*cpasync.make_tiled_tma_atom(load, self.by_head(k), self.layout_peer_K(), shape))
-        V = Load(*cpasync.make_tiled_tma_atom(load, self.by_head(v), self.layout_V(), (N, self.head_dim_v)))
-        dk = as_pairs(g.dk) if self.want_dk else g.dk
-        dv = as_pairs(g.dv) if self.want_dv else g.dv
-        self.kernel(
-            Loads(Q, dO, K, V, peer_K),
-            g._replace(dk=dk, dv=dv),
-            softmax_scale,
-            q.shape[1] // k.shape[1],
-        ).launch(
+            peer_K = Load(*cpasync.make_tiled_tma_atom(load, self.by_head(x.k), self.layout_peer_K(), shape))
+        V = Load(*cpasync.make_tiled_tma_atom(load, self.by_head(x.v), self.layout_V(), (N, self.head_dim_v)))
+        self.kernel(Loads(Q, dO, K, V, peer_K), g, x.softmax_scale, x.q.shape[1] // x.k.shape[1]).launch(
             grid=[g.work.shape[0] * self.cluster, 1, 1],
             block=[128 * (1 + self.warp_groups), 1, 1],
             cluster=[self.cluster, 1, 1],
-            stream=stream,
+            stream=x.stream,
             min_blocks_per_mp=1,
         )
 

@@ -335,7 +335,9 @@ class NarrowBackward(NarrowDq):
         # S^T and dP^T
         if not self.windowed:  # else `walk_table` has waited
             p.Q.consumer_wait(stage)
-        gemm(mma, acc_S, x.K, rows.Q[None, None, None, stage.index], True, addends=[] if self.capped else [lse])
+        gemm(
+            mma, acc_S, x.K, rows.Q[None, None, None, stage.index], zero_init=True, addends=[] if self.capped else [lse]
+        )
         if not self.capped:
             self.issue_dP(p, x, rows, acc_dP, stage)
         if self.windowed:
@@ -376,9 +378,9 @@ class NarrowBackward(NarrowDq):
 
         # dV, dQ^T of the step before, dK
         if early_dK:
-            gemm(mma_dKV, x.acc_dK, tdS, x.Qt[None, None, None, stage.index], False, rows.begin)
+            gemm(mma_dKV, x.acc_dK, tdS, x.Qt[None, None, None, stage.index], zero_init=False, k_offset=rows.begin)
         if self.want_dv:
-            gemm(mma_dKV, x.acc_dV, tP, x.dOt[None, None, None, stage.index], False, rows.begin)
+            gemm(mma_dKV, x.acc_dV, tP, x.dOt[None, None, None, stage.index], zero_init=False, k_offset=rows.begin)
         if self.want_dq:
             # dQ of the step before, whose dS `write_dS` has waited for; in the first step, of whatever is in the
             # buffer.
@@ -386,7 +388,7 @@ class NarrowBackward(NarrowDq):
             warpgroup.wait_group(1)  # dV
             p.dO.consumer_release(stage)
         if self.want_dk and not early_dK:
-            gemm(mma_dKV, x.acc_dK, tdS, x.Qt[None, None, None, stage.index], False, rows.begin)
+            gemm(mma_dKV, x.acc_dK, tdS, x.Qt[None, None, None, stage.index], zero_init=False, k_offset=rows.begin)
         warpgroup.wait_group(1 if self.want_dk else 0)  # dQ, or dV where there is none
         if self.want_dq:
             self.finish_previous_dq(p, x, acc_dQ, own)
@@ -402,7 +404,7 @@ class NarrowBackward(NarrowDq):
         p.dO.consumer_wait(stage)
         if self.want_dp:
             dO, dpsum = rows.dO[None, None, None, stage.index], rows.stats.dpsum(stage.index)
-            gemm(rows.mma, acc_dP, x.V, dO, True, addends=[dpsum])
+            gemm(rows.mma, acc_dP, x.V, dO, zero_init=True, addends=[dpsum])
 
     def skip_block(
         self, s: Shared, p: NarrowPipelines, x: Operands, mask: Mask, it: Int32, m_block: Int32 | None,
@@ -476,7 +478,7 @@ class NarrowBackward(NarrowDq):
     def issue_dq(self, x: Operands, it: Int32) -> cute.Tensor:
         """Issue dQ^T of the step whose dS is in the buffer of step `it`: `it` itself, or `it` - 2."""
         acc_dQ = cute.make_rmem_tensor(x.mma_dQ.partition_shape_C((64, self.dq_rows)), Float32)
-        gemm(x.mma_dQ, acc_dQ, x.Kt, x.dS[None, None, None, it % self.buffers], True)
+        gemm(x.mma_dQ, acc_dQ, x.Kt, x.dS[None, None, None, it % self.buffers], zero_init=True)
         return acc_dQ
 
     def finish_last_dq(self, p: NarrowPipelines, x: Operands, it: Int32) -> None:

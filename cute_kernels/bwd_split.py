@@ -23,7 +23,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cute_kernels.abi import partial_floats
 from cute_kernels.accumulator import gemm, part
 from cute_kernels.bwd_arguments import BackwardPipelines, Global, Item, Load, Loads, Mask, Shared
-from cute_kernels.bwd_contain import ALL_MASKED, BAR_CONTAIN
+from cute_kernels.bwd_contain import ALL_MASKED, NamedBarrier
 from cute_kernels.bwd_frame import BackwardFrame
 from cute_kernels.bwd_results import Destination, rows_of, store_chunks
 from cute_kernels.bwd_stats import fill_keys
@@ -231,7 +231,7 @@ class SplitBackward(WideBackward):
             p.dq_order.granted.wait(it)
         target = self.dq_block(x.dq.target, g.stats.shape[1], *block)
         self.add_chunks(x.dq.acc, target)
-        gemm(x.dq.mma, x.dq.acc, x.dq.second_Kt, x.dq.dS[None, None, None, self.own_dS(it)], True)
+        gemm(x.dq.mma, x.dq.acc, x.dq.second_Kt, x.dq.dS[None, None, None, self.own_dS(it)], zero_init=True)
         warpgroup.wait_group(0)
         self.add_chunks(x.dq.acc, target + 512)
         if self.deterministic:
@@ -266,7 +266,7 @@ class SplitBackward(WideBackward):
         cute.autovec_copy(cute.make_tensor(received.align(16), cute.make_layout(4)), flag)
         threads = 128 * self.warp_groups
         found = cutlass.select_((flag[0] != 0.0) | (unmasked_begin == ALL_MASKED), Int32(1), Int32(0))
-        if any_nonzero(Int32(BAR_CONTAIN), found, threads):
+        if any_nonzero(Int32(NamedBarrier.MMA_WARPS), found, threads):
             unmasked_begin = Int32(ALL_MASKED)
             if tid < self.tile_n:
                 quad = cute.make_rmem_tensor(4, Float32)
@@ -277,7 +277,7 @@ class SplitBackward(WideBackward):
                     if (tid % 4 == j) & (quad[j] != quad[j]):
                         s.V[tid, 0] = self.dtype(quad[j])
             cute.arch.fence_view_async_shared()
-            cute.arch.barrier(barrier_id=BAR_CONTAIN, number_of_threads=threads)
+            cute.arch.barrier(barrier_id=NamedBarrier.MMA_WARPS, number_of_threads=threads)
         return cute.arch.make_warp_uniform(unmasked_begin)  # which the compiler cannot know
 
     # ---------------------------------------------------------------- dK and dV

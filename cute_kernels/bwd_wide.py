@@ -394,7 +394,7 @@ class WideBackward(BackwardFrame):
         p.Q.consumer_wait(stage)
         acc_S = cute.make_rmem_tensor(x.mma_S.partition_shape_C((64, self.tile_m)), Float32)
         lse = [] if self.capped else [x.stats.lse(stage.index)]
-        gemm(x.mma_S, acc_S, x.K, x.Q[None, None, None, stage.index], True, addends=lse)
+        gemm(x.mma_S, acc_S, x.K, x.Q[None, None, None, stage.index], zero_init=True, addends=lse)
         warpgroup.wait_group(0)
         self.complete(acc_S, s, p, it, 0)
         if self.capped:
@@ -426,7 +426,7 @@ class WideBackward(BackwardFrame):
             self.contain(mask, s, *of_block, acc_dV=x.acc, remove_from=("dO",), wg=0)
         p.Q.consumer_release(stage)
         if self.want_dv:
-            gemm(x.mma_dV, x.acc, tP, x.dOt[None, None, None, do_stage.index], False)
+            gemm(x.mma_dV, x.acc, tP, x.dOt[None, None, None, do_stage.index], zero_init=False)
         if with_dq:
             warpgroup.wait_group(1 if self.want_dv else 0)
             self.add_dq(g, p, x, it - 1, previous)
@@ -453,7 +453,7 @@ class WideBackward(BackwardFrame):
         if self.want_dp:
             acc_dP = cute.make_rmem_tensor(x.mma_S.partition_shape_C((64, self.tile_m)), Float32)
             dO, addends = x.dO[None, None, None, do_stage.index], [x.stats.dpsum(stage.index)]
-            gemm(x.mma_S, acc_dP, x.V, dO, True, addends=addends)
+            gemm(x.mma_S, acc_dP, x.V, dO, zero_init=True, addends=addends)
         if with_dq:
             p.dS.wait(it - 1)
             self.issue_own_dq(x, it - 1)
@@ -478,7 +478,7 @@ class WideBackward(BackwardFrame):
         if with_dq:
             self.issue_peer_dq(p, x, it - 1)
         if self.want_dk:
-            gemm(x.mma_dK, x.acc, tdS, x.Qt[None, None, None, stage.index], False)
+            gemm(x.mma_dK, x.acc, tdS, x.Qt[None, None, None, stage.index], zero_init=False)
         if with_dq:
             warpgroup.wait_group(1 if self.want_dk else 0)
             self.add_dq(g, p, x, it - 1, previous)
@@ -498,12 +498,12 @@ class WideBackward(BackwardFrame):
 
     def issue_own_dq(self, x: Operands, it: Int32) -> None:
         """Issue this warp group's part of dQ^T of step `it` over this CTA's keys, whose dS is there."""
-        gemm(x.dq.mma, x.dq.acc, x.dq.Kt, x.dq.dS[None, None, None, self.own_dS(it)], True)
+        gemm(x.dq.mma, x.dq.acc, x.dq.Kt, x.dq.dS[None, None, None, self.own_dS(it)], zero_init=True)
 
     def issue_peer_dq(self, p: WidePipelines, x: Operands, it: Int32) -> None:
         """Issue this warp group's part of dQ^T of step `it` over the other CTA's keys, once their dS is there."""
         p.peer_dS.wait(it)
-        gemm(x.dq.mma, x.dq.acc, x.dq.peer_Kt, x.dq.dS[None, None, None, self.peer_dS(it)], False)
+        gemm(x.dq.mma, x.dq.acc, x.dq.peer_Kt, x.dq.dS[None, None, None, self.peer_dS(it)], zero_init=False)
 
     def add_dq(self, g: Global, p: WidePipelines, x: Operands, it: Int32, block: tuple[Int32, Int32]) -> None:
         """Add dQ^T of step `it`, which is ready, to global memory; if deterministic once the predecessors have."""

@@ -13,6 +13,7 @@ then goes on to the last block. So every result is exact.
 
 import math
 import operator
+from enum import IntEnum
 from typing import NamedTuple
 
 import cutlass
@@ -41,7 +42,12 @@ from cute_kernels.softmax import (
 )
 from cute_kernels.work import AnyTile, Mask
 
-BAR_WG = 1  # named barriers, one a warp group (0 is __syncthreads)
+
+class NamedBarrier(IntEnum):
+    """The named barriers of the MMA warps (0 is __syncthreads)."""
+
+    WARP_GROUP = 1  # and the next ones, one a warp group: it has written zeros to a stage of V, or is done with Q or O
+    SAME_ROWS = 3  # head dim 512: both warp groups of 64 rows have written what they hand over, or are done with Q or O
 
 
 class Stretch(NamedTuple):
@@ -233,7 +239,7 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
         rows, K = state.rows, state.pipes.K
         acc_S, stage = self.accumulator_S(), K.stage(it)
         K.consumer_wait(stage)
-        gemm(self.mma_qk(), acc_S, state.tSrQ, state.tSrK[None, None, None, stage.index], True)
+        gemm(self.mma_qk(), acc_S, state.tSrQ, state.tSrK[None, None, None, stage.index], zero_init=True)
         warpgroup.wait_group(0)
         K.consumer_release(stage, sync_warp=False)
         self.cap(acc_S, state)
@@ -302,7 +308,7 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
         V = state.pipes.V
         stage = V.stage(it)
         V.consumer_wait(stage)
-        gemm(self.mma_pv(), state.acc_O, state.tOrP, state.tOrV[None, None, None, stage.index], False)
+        gemm(self.mma_pv(), state.acc_O, state.tOrP, state.tOrV[None, None, None, stage.index], zero_init=False)
         warpgroup.wait_group(0)
         V.consumer_release(stage, sync_warp=False)
         return V.next(it)
@@ -317,9 +323,9 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
         v_stage, k_stage = V.stage(it), K.stage(K.next(it))
         if not self.fence_softmax:  # else compiler_fence has waited
             K.consumer_wait(k_stage)
-        gemm(self.mma_qk(), acc_S, state.tSrQ, state.tSrK[None, None, None, k_stage.index], True)
+        gemm(self.mma_qk(), acc_S, state.tSrQ, state.tSrK[None, None, None, k_stage.index], zero_init=True)
         V.consumer_wait(v_stage)
-        gemm(self.mma_pv(), state.acc_O, state.tOrP, state.tOrV[None, None, None, v_stage.index], False)
+        gemm(self.mma_pv(), state.acc_O, state.tOrP, state.tOrV[None, None, None, v_stage.index], zero_init=False)
         warpgroup.wait_group(1)
         K.consumer_release(k_stage, sync_warp=False)
 
@@ -377,7 +383,7 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
 
     def sync_warp_group(self, wg: Int32) -> None:
         """Wait for all warps of a warp group."""
-        cute.arch.barrier(barrier_id=BAR_WG + wg, number_of_threads=128)
+        cute.arch.barrier(barrier_id=NamedBarrier.WARP_GROUP + wg, number_of_threads=128)
 
     def stage_of_V(self, V: WrappingPipeline, it: Int32, wg: Int32) -> Stage:
         """The stage with the columns of V of block `it` that a warp group takes."""

@@ -12,7 +12,7 @@ Pipelines (pipeline.py), all filled by the producer warp, which has the copy eng
     K                     every MMA warp of the cluster           stages              1, 4 * warp_groups * cluster
     V                     every MMA warp of the cluster           stages              1, 4 * warp_groups * cluster
 
-Besides, each warp group meets at a named barrier of its own (BAR_WG), and the cluster at its barrier after each pass.
+Besides, warp groups meet at named barriers (fwd.NamedBarrier), and the cluster at its barrier after each pass.
 """
 
 import math

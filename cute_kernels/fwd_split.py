@@ -24,7 +24,7 @@ from cutlass.utils import SmemAllocator
 
 from cute_kernels.abi import WG_ROWS
 from cute_kernels.accumulator import gemm, round_to
-from cute_kernels.fwd import BAR_WG, ForwardKernel
+from cute_kernels.fwd import ForwardKernel, NamedBarrier
 from cute_kernels.fwd_frame import (
     RECOMPUTE_WORDS,
     Atoms,
@@ -112,7 +112,7 @@ class SplitForwardKernel(ForwardKernel):
         return thread.warp_id // 4
 
     def sync_rows(self, wg: Int32) -> None:
-        cute.arch.barrier(barrier_id=BAR_WG + HALVES, number_of_threads=128 * HALVES)
+        cute.arch.barrier(barrier_id=NamedBarrier.SAME_ROWS, number_of_threads=128 * HALVES)
 
     def own_columns(self, sO: cute.Tensor, columns: Int32) -> cute.Tensor:
         return cute.local_tile(sO, (WG_ROWS, self.v_columns), (0, columns))
@@ -267,7 +267,7 @@ class SplitForwardKernel(ForwardKernel):
             quarter = self.own_quarters(state.wg)[number]
             pipeline.consumer_wait(pipeline.piece(it, quarter))
             Q, K = state.tSrQ[None, None, None, quarter], state.tSrK[None, None, None, quarter]
-            gemm(self.mma_qk(), partial, Q, K, number == 0)
+            gemm(self.mma_qk(), partial, Q, K, zero_init=number == 0)
 
     def finish_S(self, state: State, it: Int32, number: int, pending: int) -> None:
         """Wait for a quarter of S of block `it`, and release its K. pending: groups of products behind it."""
@@ -300,7 +300,7 @@ class SplitForwardKernel(ForwardKernel):
         stage = V.piece(it, state.wg)
         V.consumer_wait(stage)
         P = state.tOrP[None, None, None, it % 2]
-        gemm(self.mma_pv(), state.acc_O, P, state.tOrV[None, None, None, stage.index], False)
+        gemm(self.mma_pv(), state.acc_O, P, state.tOrV[None, None, None, stage.index], zero_init=False)
 
     def finish_O(self, state: State, it: Int32) -> None:
         """Wait for all products, and release V of block `it`."""
