@@ -9,7 +9,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_kernels.abi import BackwardFields as items
-from cute_kernels.pipeline import Pipeline, Signal
+from cute_kernels.bwd_stats import Statistics
+from cute_kernels.pipeline import Pipeline, Signal, Stage
 
 
 # ---------------------------------------------------------------- global memory
@@ -153,6 +154,34 @@ class Mask(NamedTuple):
     position: cute.Tensor | None = None  # of all query rows, in global memory
     shift: Int32 | None = None  # see abi.BlockFields
     several: Int32 | None = None
+
+
+class ScoreOperands(NamedTuple):
+    """S^T and dP^T of a part of the rows of a query block: the product, and its operands in shared memory."""
+
+    begin: int  # sixteens of rows [begin, end)
+    end: int
+    mma: cute.TiledMma
+    Q: cute.Tensor  # (MMA, 1, D/16, stages)
+    dO: cute.Tensor  # (MMA, 1, D/16, stages)
+    stats: Statistics | None = None  # from `with_late_operands` on
+
+
+class Step(NamedTuple):
+    """A step of the MMA warps: one block of query rows of one head."""
+
+    it: Int32
+    stage: Stage  # of Q, and of the rows' statistics
+    do_stage: Stage
+    mask: Mask
+    m_block: Int32 | None  # None up to head dim 128 with a window
+    m0: Int32 | None  # the block's first row; None until it is needed, as no register is free for it
+    rows: ScoreOperands | None = None  # up to head dim 128: the rows that may see keys of the warp group; None: no rows
+    flags: Int32 | None = None  # up to head dim 128 with a window: see abi.BlockFields
+    previous: tuple[Int32, Int32] | None = None  # beyond: query block and head of the step before, if there was one
+
+    def with_m0(self, tile_m: int) -> "Step":
+        return self._replace(m0=self.m_block * tile_m)
 
 
 # ---------------------------------------------------------------- pipelines

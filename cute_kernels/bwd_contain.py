@@ -21,7 +21,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.accumulator import column, not_finite, remove_not_finite, words
-from cute_kernels.bwd_arguments import Mask, Shared
+from cute_kernels.bwd_arguments import Mask, Shared, Step
 from cute_kernels.bwd_stats import broken_dpsum
 from cute_kernels.ptx import any_nonzero
 
@@ -91,11 +91,8 @@ class BackwardContainment:
     @cute.jit
     def contain(
         self,
-        mask: Mask,
         s: Shared,
-        stage: Int32,  # of Q
-        do_stage: Int32,
-        m0: Int32,
+        step: Step,
         *,
         acc_dV: cute.Tensor | None = None,
         acc_dP: cute.Tensor | None = None,
@@ -103,7 +100,7 @@ class BackwardContainment:
         remove_from: cutlass.Constexpr = (),
         wg: cutlass.Constexpr = None,
     ) -> None:
-        """Keep what is not finite in the rows of Q and dO of a block with the keys that see them.
+        """Keep what is not finite in the rows of Q and dO of a step's block with the keys that see them.
 
         Args:
             acc_dV: takes what is not finite in rows of dO, if given.
@@ -111,6 +108,8 @@ class BackwardContainment:
             remove_from: "Q" and "dO", as far as the tile loses what is not finite.
             wg: warp group that does this alone, once it has read the tiles; None: all MMA warps do, and agree on it.
         """
+        mask, m0 = step.mask, step.m0
+        stage, do_stage = step.stage.index, step.do_stage.index
         if self.any_broken(s.stats, stage, m0, mask):
             if const_expr(acc_dV is not None):
                 self.add_not_finite(acc_dV, s.dO[None, None, do_stage], s.stats, stage, m0, mask)

@@ -323,8 +323,8 @@ PLANTED = [
         "a row of the table is read before it is there",
         WIDE_WINDOW,
         "bwd_wide.py",
-        "                p.Q.consumer_wait(stage)\n                m_block, its_mask",
-        "                m_block, its_mask",
+        "            p.Q.consumer_wait(stage)\n            index, mask",
+        "            index, mask",
     ),
     one(
         "steps of the other CTA are counted as own",
