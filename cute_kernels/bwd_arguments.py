@@ -1,7 +1,7 @@
 """The data that parts of the backward's main kernels hand to each other, bundled by the memory that holds it."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -11,6 +11,34 @@ from cutlass import Float32, Int32
 from cute_kernels.abi import BackwardFields as items
 from cute_kernels.bwd_stats import Statistics
 from cute_kernels.pipeline import Pipeline, Signal, Stage
+
+
+class Configuration(Protocol):
+    """The attributes of a main kernel that its producer and its containment read: see `bwd_frame.BackwardFrame`."""
+
+    dtype: type[cutlass.Numeric]
+    tile_m: int
+    tile_n: int
+    cluster: int
+    warp_groups: int
+    head_dim: int
+    head_dim_v: int
+    want_dq: bool
+    want_dp: bool
+    windowed: bool
+    flags_ahead: bool
+
+    @property
+    def k_columns(self) -> int: ...
+
+    @property
+    def peer_columns(self) -> int: ...
+
+    def rank(self) -> Int32: ...
+
+    def key_rank(self) -> Int32: ...
+
+    def row_atom(self, columns: int, at_least: int = 0) -> cute.ComposedLayout: ...
 
 
 # ---------------------------------------------------------------- global memory

@@ -49,6 +49,7 @@ add one:
 """
 
 import math
+from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -61,11 +62,11 @@ from cute_kernels import fakes
 from cute_kernels.abi import LOCKS, STAT_COLUMNS, BlockFields, partial_floats
 from cute_kernels.abi import BackwardFields as items
 from cute_kernels.bwd_arguments import Arguments, BackwardPipelines, Global, Item, Load, Loads, Mask, SavedItem, Shared
-from cute_kernels.bwd_contain import BackwardContainment
+from cute_kernels.bwd_contain import Containment
 from cute_kernels.bwd_load import Producer
-from cute_kernels.bwd_results import Results, as_pairs
+from cute_kernels.bwd_results import Destination, as_pairs, save_item, store_partial, store_rows
 from cute_kernels.bwd_stats import KEYS_BYTES, by_block, fake_stats, fill_keys
-from cute_kernels.cluster import check_smem
+from cute_kernels.cluster import arrive_cluster, await_cluster, check_smem, rank_in, sync_cluster
 from cute_kernels.pipeline import MbarrierAllocator, Pipeline, Signal, init_mbarriers
 from cute_kernels.ptx import load_of_cta, store_volatile
 
@@ -78,7 +79,7 @@ def split_rows(head_dim: int) -> bool:
     return head_dim == 64
 
 
-class BackwardFrame(Producer, BackwardContainment, Results):
+class BackwardFrame:
     """dK and dV (or their partial sums), and dQ added up in fp32. Runs between the preprocess and the postprocess.
 
     Compiled once for a dtype and native head dims; at run time any T, H, Hk (H a multiple), group count, strides, and
@@ -131,6 +132,7 @@ class BackwardFrame(Producer, BackwardContainment, Results):
     HEAD_DIMS: tuple[int, ...]
     MIXED: tuple[tuple[int, int], ...] = ()  # head_dim and head_dim_v
     warp_groups = 2  # of MMA warps
+    producer_class: ClassVar[type[Producer]] = Producer
     flags_ahead = False  # with a window: MMA warps read the flags of the next step
     regs_load, regs_mma = 24, 240  # registers a thread of the first warp group, and of the MMA warps
 
@@ -166,6 +168,7 @@ class BackwardFrame(Producer, BackwardContainment, Results):
         self.want_dp = self.want_dq or self.want_dk
         self.check_tile()
         self.divide()
+        self.producer, self.containment = self.producer_class(self), Containment(self)
         barriers = MbarrierAllocator()
         self.pipelines(barriers)
         self.num_bars = barriers.num_bars
@@ -183,6 +186,14 @@ class BackwardFrame(Producer, BackwardContainment, Results):
     def dq_columns(self) -> int:
         """Columns of dQ in global memory."""
         return self.head_dim
+
+    def rank(self) -> Int32:
+        """See `cluster.rank_in`."""
+        return rank_in(self.cluster)
+
+    def key_rank(self) -> Int32:
+        """The number of this CTA's key block in its work item."""
+        return self.rank()
 
     @property
     def row_ctas(self) -> int:
@@ -417,26 +428,26 @@ class BackwardFrame(Producer, BackwardContainment, Results):
             self.fill_keys(s)
             cute.arch.fence_view_async_shared()
         if const_expr(self.deterministic):
-            self.sync_cluster()  # the index is there
+            sync_cluster(self.cluster)  # the index is there
             index = cute.arch.make_warp_uniform(load_of_cta(s.item + ITEM_WORDS, 0))
             item = Item.load(g.work, index, self.key_rank(), self.tile_n)
         if warp_idx == 3:
             steps = [(item.block_end - begin) * heads_per_kv for begin in (self.first_block(item), item.block_begin)]
-            self.save_item(s, SavedItem(item.kv_head, item.key, item.key_end, item.partial, *steps))
-        self.arrive_cluster()
+            save_item(s, SavedItem(item.kv_head, item.key, item.key_end, item.partial, *steps))
+        arrive_cluster(self.cluster)
         if warp_idx == 0:  # keys are this CTA's alone: their loads do not wait for the other CTAs
-            self.load_keys(loads, s, p, item)
+            self.producer.load_keys(loads, s, p, item)
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.regs_load)
-            self.await_cluster()
+            await_cluster(self.cluster)
             if warp_idx == 0:
-                self.load_queries(loads, g, s, p, item, heads_per_kv)
+                self.producer.load_queries(loads, g, s, p, item, heads_per_kv)
             self.assist(g, s, p, item, heads_per_kv, warp_idx)
         else:
             cute.arch.setmaxregister_increase(self.regs_mma)
             self.mma(g, s, p, item, scale, heads_per_kv, warp_idx - 4)
         if const_expr(self.cluster > 1):
-            self.sync_cluster()  # no CTA leaves while its peer may still write into it
+            sync_cluster(self.cluster)  # no CTA leaves while its peer may still write into it
 
     def allocate(self) -> Shared:
         """Shared memory, in `smem_order`."""
@@ -508,17 +519,48 @@ class BackwardFrame(Producer, BackwardContainment, Results):
 
     def await_keys(self, s: Shared, p: BackwardPipelines, mask: Mask) -> Mask:
         """Wait for the set-up of the cluster and for K and V. Returns the mask, of all blocks if keys are broken."""
-        self.await_cluster()
+        await_cluster(self.cluster)
         p.K.wait(0)
         if not self.want_dp:
             return mask
         p.V.wait(0)
-        return mask._replace(unmasked_begin=self.contain_keys(s, mask.unmasked_begin))
+        return mask._replace(unmasked_begin=self.containment.remove_from_keys(s, mask.unmasked_begin))
 
     def copy_of_dS(self) -> cute.TiledCopy:
         """The copy from the registers of an accumulator of S^T to shared memory, where keys are contiguous."""
         return cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype), self.mma_S())
 
+    # ---------------------------------------------------------------- dK and dV
+    @cute.jit
+    def store_keys(
+        self,
+        results: tuple[tuple[cute.Tensor, cute.Tensor, int], ...],
+        partials: cute.Tensor,
+        end: Destination,
+        row: Int32,
+        first_partial: Int64 | None = None,
+    ) -> None:
+        """Write dK and dV, or their partial sums where the item is split.
+
+        Args:
+            results: accumulators (64 keys x D or Dv), the tensors that they belong to, and 0 (dK) or 1 (dV).
+            row: the thread's keys are `row` and `row` + 8 of the CTA's.
+            first_partial: the result of :meth:`first_partial`; where it is not given, split items alone compute it.
+        """
+        size = self.tile_n * self.head_dim  # dV's sums lie behind those of dK
+        if end.partial < 0:
+            for acc, out, _ in results:
+                store_rows(acc, self.dtype, out, end.kv_head, end.key + row, end.key_end)
+        else:
+            first = self.first_partial(end.partial) if const_expr(first_partial is None) else first_partial
+            for acc, _, which in results:
+                store_partial(acc, partials.iterator + (first + which * size), row)
+
+    def first_partial(self, partial: Int32) -> Int64:
+        """The offset of this CTA's partial sums."""
+        return Int64(partial) * self.partial_floats() + self.rank() * (self.tile_n * (self.head_dim + self.head_dim_v))
+
+    # ---------------------------------------------------------------- query blocks
     @cute.jit
     def next_block(self, m_block: Int32, h: Int32, item: Item, heads_per_kv: Int32) -> tuple[Int32, Int32]:
         """Query block and head of the next step; see `Producer.load_queries`."""

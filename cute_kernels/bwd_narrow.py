@@ -28,10 +28,11 @@ from cute_kernels.accumulator import gemm, part, round_to
 from cute_kernels.bwd_arguments import Global, Item, Mask, ScoreOperands, Shared, Step
 from cute_kernels.bwd_dq import NarrowDq, NarrowPipelines, StagedDq
 from cute_kernels.bwd_frame import BackwardFrame, split_rows
+from cute_kernels.bwd_results import apply_mask, destination, saved
 from cute_kernels.bwd_softcap import Softcap, slope_of, to_probabilities, to_tanh
 from cute_kernels.bwd_stats import Statistics
 from cute_kernels.bwd_walk import Walk, first_block
-from cute_kernels.bwd_window import FLAGS, OWN_STEP
+from cute_kernels.bwd_window import FLAGS, OWN_STEP, block_of_stage, is_own, uniform
 from cute_kernels.pipeline import MbarrierAllocator, Signal, Stage
 from cute_kernels.ptx import thread_here
 
@@ -156,8 +157,8 @@ class NarrowBackward(NarrowDq):
             for e in cutlass.range_constexpr(cute.size(x.acc_dK)):
                 x.acc_dK[e] = x.acc_dK[e] * scale
         if const_expr(self.want_dq and self.want_dv):
-            self.mark_keys(x.acc_dV, s.V, self.first_row(warp_id))
-        end = self.destination(s)
+            self.containment.mark_keys(x.acc_dV, s.V, self.first_row(warp_id))
+        end = destination(s)
         dK, dV = (x.acc_dK, g.dk, 0), (x.acc_dV, g.dv, 1)
         results = ((dK,) if self.want_dk else ()) + ((dV,) if self.want_dv else ())
         self.store_keys(results, g.partials, end, self.first_row(warp_id))
@@ -246,7 +247,7 @@ class NarrowBackward(NarrowDq):
             for it in cutlass.range(ends[i], ends[i + 1], 1, unroll=1):
                 self.block(s, p, x, self.step(p, it, mask, m_block, rows_of_run))
                 m_block, h = self.next_block(m_block, h, item, heads_per_kv)
-        own_steps, steps = self.saved(s, "own_steps", "steps")
+        own_steps, steps = saved(s, "own_steps", "steps")
         for it in cutlass.range(visible_end, own_steps, 1, unroll=1):
             self.block(s, p, x, self.step(p, it, mask, m_block, None))
             m_block, h = self.next_block(m_block, h, item, heads_per_kv)
@@ -266,12 +267,12 @@ class NarrowBackward(NarrowDq):
         steps = (item.block_end - item.block_begin) * heads_per_kv
         following, flags = g.blocks[item.block_end - 1, BlockFields.FLAGS], Int32(0)
         for it in cutlass.range(0, steps, 1, unroll=1):
-            flags = self.uniform(following)
+            flags = uniform(following)
             stage = p.Q.stage(it)
             p.Q.consumer_wait(stage)
             following = s.blocks[FLAGS, stage.index]  # of the next step
             rows = (flags >> (4 * self.rank() + 2 * wg)) & 3
-            if not self.is_own(flags, self.rank()):
+            if not is_own(flags, self.rank()):
                 self.release_block(p, it)
             elif rows == BlockFields.SKIP:
                 self.block(s, p, x, self.step(p, it, mask, None, None, flags))
@@ -282,7 +283,7 @@ class NarrowBackward(NarrowDq):
             else:
                 self.block(s, p, x, self.step(p, it, mask, None, x.last_rows, flags))
         own = s.blocks[OWN_STEP, p.Q.stage(steps - 1).index]
-        own += cutlass.select_(self.is_own(flags, self.rank()), Int32(1), Int32(0))
+        own += cutlass.select_(is_own(flags, self.rank()), Int32(1), Int32(0))
         if own > 0:
             self.finish_last_dq(p, x, own - 1)
 
@@ -387,13 +388,13 @@ class NarrowBackward(NarrowDq):
         first, rows = 16 * step.rows.begin, 2 * cute.size(acc_S)
         tP = self.dKV_operand(rows)
         if not self.capped:
-            self.mask(acc_S, step.m0 + first, step.mask)
+            apply_mask(acc_S, step.m0 + first, step.mask, self.windowed)
             for e in range(cute.size(acc_S)):
                 acc_S[e] = cute.math.exp2(acc_S[e] * x.scale_log2, fastmath=True)
             return tP, None
         slope = self.dKV_operand(rows) if self.want_dp else None
         to_tanh(acc_S, x.cap)
-        self.mask(acc_S, step.m0 + first, step.mask)
+        apply_mask(acc_S, step.m0 + first, step.mask, self.windowed)
         to_probabilities(acc_S, tP, slope, s.stats, first, step.stage.index, x.cap, self.dtype)
         return tP, slope
 
@@ -428,7 +429,7 @@ class NarrowBackward(NarrowDq):
         """Find the step's first row; with a window read its block and the block's mask from beside Q before."""
         m_block, mask = step.m_block, step.mask
         if self.windowed:
-            m_block, mask = self.block_of_stage(s, mask, step.stage, step.flags)
+            m_block, mask = block_of_stage(s, mask, step.stage, self.key_rank, step.flags)
         return step._replace(m_block=m_block, mask=mask).with_m0(self.tile_m)
 
     def compiler_fence(self, p: NarrowPipelines) -> None:
@@ -440,7 +441,7 @@ class NarrowBackward(NarrowDq):
 
     def contain_block(self, s: Shared, x: Operands, step: Step, dP: cute.Tensor | None) -> None:
         """`contain` by all MMA warps. dP: of the step's rows; None: the rows see no key."""
-        self.contain(
+        self.containment.keep_apart(
             s,
             step,
             acc_dV=x.acc_dV if dP is not None and self.want_dv else None,

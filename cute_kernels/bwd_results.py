@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from cute_kernels.accumulator import column, part, round_to
 from cute_kernels.bwd_arguments import Mask, SavedItem, Shared
-from cute_kernels.bwd_window import Windows
+from cute_kernels.bwd_window import hide
 from cute_kernels.ptx import load_volatile, store_volatile
 
 
@@ -70,89 +70,52 @@ class Destination(NamedTuple):
     partial: Int32  # -1: to dk and dv, else to these partial sums
 
 
-class Results(Windows):
-    """A mixin of :class:`cute_kernels.bwd_frame.BackwardFrame`: it masks S^T, and writes dK and dV."""
-
-    dtype: type[cutlass.Numeric]
-    head_dim: int
-    head_dim_v: int
-    tile_m: int
-    tile_n: int
-
-    @cute.jit
-    def mask(self, acc_S: cute.Tensor, m0: Int32, mask: Mask) -> None:
-        """S^T of query rows from m0 on: hidden pairs become -inf. Most blocks need no mask and skip this."""
-        if m0 < mask.unmasked_begin or m0 + cute.size(acc_S) * 2 > mask.unmasked_end:
-            if const_expr(self.windowed):
-                self.hide(acc_S, m0, mask, -math.inf)
-            else:
-                for e in cutlass.range_constexpr(cute.size(acc_S)):
-                    r = e // 2 % 2
-                    visible = (column(e) >= mask.key[r] - m0) & (column(e) < mask.visible_end[r] - m0)
-                    acc_S[e] = acc_S[e] if visible else -Float32.inf
-
-    # ---------------------------------------------------------------- the item, after the loop
-    def save_item(self, s: Shared, saved: SavedItem) -> None:
-        """Save the item, by one warp, before the loops of the other warps."""
-        with cute.arch.elect_one():
-            for j, field in enumerate(saved):
-                store_volatile(s.item + j, field)
-
-    def saved(self, s: Shared, *names: str) -> tuple[Int32, ...]:
-        """Fields of the saved item."""
-        return tuple(load_volatile(s.item + SavedItem._fields.index(name)) for name in names)
-
-    # ---------------------------------------------------------------- dK and dV
-    @cute.jit
-    def store_keys(
-        self,
-        results: tuple[tuple[cute.Tensor, cute.Tensor, int], ...],
-        partials: cute.Tensor,
-        end: Destination,
-        row: Int32,
-        first_partial: Int64 | None = None,
-    ) -> None:
-        """Write dK and dV, or their partial sums where the item is split.
-
-        Args:
-            results: accumulators (64 keys x D or Dv), the tensors that they belong to, and 0 (dK) or 1 (dV).
-            row: the thread's keys are `row` and `row` + 8 of the CTA's.
-            first_partial: the result of :meth:`first_partial`; where it is not given, split items alone compute it.
-        """
-        size = self.tile_n * self.head_dim  # dV's sums lie behind those of dK
-        if end.partial < 0:
-            for acc, out, _ in results:
-                self.store_rows(acc, out, end.kv_head, end.key + row, end.key_end)
+@cute.jit
+def apply_mask(acc_S: cute.Tensor, m0: Int32, mask: Mask, windowed: cutlass.Constexpr) -> None:
+    """S^T of query rows from m0 on: hidden pairs become -inf. Most blocks need no mask and skip this."""
+    if m0 < mask.unmasked_begin or m0 + cute.size(acc_S) * 2 > mask.unmasked_end:
+        if const_expr(windowed):
+            hide(acc_S, m0, mask, -math.inf)
         else:
-            first = self.first_partial(end.partial) if const_expr(first_partial is None) else first_partial
-            for acc, _, which in results:
-                self.store_partial(acc, partials.iterator + (first + which * size), row)
+            for e in cutlass.range_constexpr(cute.size(acc_S)):
+                r = e // 2 % 2
+                visible = (column(e) >= mask.key[r] - m0) & (column(e) < mask.visible_end[r] - m0)
+                acc_S[e] = acc_S[e] if visible else -Float32.inf
 
-    def destination(self, s: Shared) -> Destination:
-        """Read the destination of this CTA's results from the saved item."""
-        return Destination(*self.saved(s, "kv_head", "key", "key_end", "partial"))
 
-    def first_partial(self, partial: Int32) -> Int64:
-        """The offset of this CTA's partial sums."""
-        return Int64(partial) * self.partial_floats() + self.rank() * (self.tile_n * (self.head_dim + self.head_dim_v))
+def save_item(s: Shared, saved: SavedItem) -> None:
+    """Save the item, by one warp, before the loops of the other warps."""
+    with cute.arch.elect_one():
+        for j, field in enumerate(saved):
+            store_volatile(s.item + j, field)
 
-    def partial_floats(self) -> int:
-        """Floats of the partial sums of an item."""
-        raise NotImplementedError
 
-    def store_rows(self, acc: cute.Tensor, out: cute.Tensor, kv_head: Int32, n: Int32, key_end: Int32) -> None:
-        """acc (64 keys x D or Dv) of one warp group -> out, in pairs: this thread's keys are n and n + 8."""
-        rows = rows_of(out, kv_head, n, key_end)
-        for c in range(0, cute.size(acc) // 4, 4):
-            store_chunks(part(acc, 4 * c, 16), self.dtype, rows, Int32(c), out.shape[2])
+def saved(s: Shared, *names: str) -> tuple[Int32, ...]:
+    """Fields of the saved item."""
+    return tuple(load_volatile(s.item + SavedItem._fields.index(name)) for name in names)
 
-    def store_partial(self, acc: cute.Tensor, partial: cute.Pointer, row: Int32) -> None:
-        """acc (64 keys x D or Dv) of one warp group -> partial sums, as it lies in registers.
 
-        In fp32: [16 keys][chunk][lane][4]. This thread's first key is `row`.
-        """
-        chunks = cute.size(acc) // 4
-        own = (partial + (row // 16 * (chunks * 128) + cute.arch.lane_idx() * 4)).align(16)
-        dst = cute.make_tensor(own, cute.make_layout((4, chunks), stride=(1, 128)))
-        for c in range(chunks):
-            cute.autovec_copy(part(acc, 4 * c, 4), dst[None, c])
+def destination(s: Shared) -> Destination:
+    """Read the destination of this CTA's results from the saved item."""
+    return Destination(*saved(s, "kv_head", "key", "key_end", "partial"))
+
+
+def store_rows(
+    acc: cute.Tensor, dtype: type[cutlass.Numeric], out: cute.Tensor, kv_head: Int32, n: Int32, key_end: Int32
+) -> None:
+    """acc (64 keys x D or Dv) of one warp group -> out, in pairs: this thread's keys are n and n + 8."""
+    rows = rows_of(out, kv_head, n, key_end)
+    for c in range(0, cute.size(acc) // 4, 4):
+        store_chunks(part(acc, 4 * c, 16), dtype, rows, Int32(c), out.shape[2])
+
+
+def store_partial(acc: cute.Tensor, partial: cute.Pointer, row: Int32) -> None:
+    """acc (64 keys x D or Dv) of one warp group -> partial sums, as it lies in registers.
+
+    In fp32: [16 keys][chunk][lane][4]. This thread's first key is `row`.
+    """
+    chunks = cute.size(acc) // 4
+    own = (partial + (row // 16 * (chunks * 128) + cute.arch.lane_idx() * 4)).align(16)
+    dst = cute.make_tensor(own, cute.make_layout((4, chunks), stride=(1, 128)))
+    for c in range(chunks):
+        cute.autovec_copy(part(acc, 4 * c, 4), dst[None, c])

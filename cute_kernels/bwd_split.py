@@ -25,9 +25,11 @@ from cute_kernels.accumulator import gemm, part
 from cute_kernels.bwd_arguments import BackwardPipelines, Global, Item, Load, Loads, Mask, Shared
 from cute_kernels.bwd_contain import ALL_MASKED, NamedBarrier
 from cute_kernels.bwd_frame import BackwardFrame
+from cute_kernels.bwd_load import Producer
 from cute_kernels.bwd_results import Destination, rows_of, store_chunks
 from cute_kernels.bwd_stats import fill_keys
 from cute_kernels.bwd_wide import DqOrder, Operands, WideBackward
+from cute_kernels.cluster import await_cluster
 from cute_kernels.pipeline import MbarrierAllocator, Pipeline, Signal, Stage
 from cute_kernels.ptx import any_nonzero, send_to_cta
 
@@ -86,10 +88,42 @@ class SplitDq(NamedTuple):
     target: cute.Pointer  # this thread's first element in block 0 of dq_acc
 
 
+class SplitProducer(Producer):
+    """The producer warp of a CTA with one half of the columns."""
+
+    def load_keys(self, loads: Loads, s: Shared, p: SplitPipelines, item: Item) -> None:
+        first = item.key, self.kernel.rank() * self.kernel.head_dim
+        self.load_tile(loads.K, item.kv_head, first, s.K, self.kernel.head_dim, p.K)
+        if self.kernel.want_dp:
+            self.load_tile(loads.V, item.kv_head, first, s.V, self.kernel.head_dim, p.V)
+
+    def load_rows(
+        self,
+        load: Load,
+        h: Int32,
+        m_block: Int32,
+        target: cute.Tensor,  # (M, D/2, stages)
+        pipeline: Pipeline,
+        stage: Stage,
+        extra_bytes: int,
+    ) -> None:
+        """A block of this CTA's columns of Q or dO of one head."""
+        pipeline.producer_acquire(stage)
+        pipeline.producer_expect(stage, self.kernel.tile_m * self.kernel.head_dim * 2 + extra_bytes)
+        block = cute.local_tile(
+            load.tensor[None, None, h], (self.kernel.tile_m, self.kernel.head_dim), (m_block, self.kernel.rank())
+        )
+        tile, source = cpasync.tma_partition(
+            load.atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(block, 0, 2)
+        )
+        cute.copy(load.atom, source, tile[None, stage.index], tma_bar_ptr=pipeline.full[stage.index])
+
+
 class SplitBackward(WideBackward):
     __doc__ = BackwardFrame.__doc__
 
     HEAD_DIMS = (512,)
+    producer_class = SplitProducer
     MIXED = ()
 
     def check_tile(self) -> None:
@@ -152,31 +186,6 @@ class SplitBackward(WideBackward):
         return SplitPipelines(K, V, Q, dO, P, dS, dq_order, parts_S, parts_dP, marks)
 
     # ---------------------------------------------------------------- the warps beside the MMA warps
-    def load_keys(self, loads: Loads, s: Shared, p: SplitPipelines, item: Item) -> None:
-        first = item.key, self.rank() * self.head_dim
-        self.load_tile(loads.K, item.kv_head, first, s.K, self.head_dim, p.K)
-        if self.want_dp:
-            self.load_tile(loads.V, item.kv_head, first, s.V, self.head_dim, p.V)
-
-    def load_rows(
-        self,
-        load: Load,
-        h: Int32,
-        m_block: Int32,
-        target: cute.Tensor,  # (M, D/2, stages)
-        pipeline: Pipeline,
-        stage: Stage,
-        extra_bytes: int,
-    ) -> None:
-        """A block of this CTA's columns of Q or dO of one head."""
-        pipeline.producer_acquire(stage)
-        pipeline.producer_expect(stage, self.tile_m * self.head_dim * 2 + extra_bytes)
-        block = cute.local_tile(load.tensor[None, None, h], (self.tile_m, self.head_dim), (m_block, self.rank()))
-        tile, source = cpasync.tma_partition(
-            load.atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(block, 0, 2)
-        )
-        cute.copy(load.atom, source, tile[None, stage.index], tma_bar_ptr=pipeline.full[stage.index])
-
     @cute.jit
     def assist(self, g: Global, s: Shared, p: SplitPipelines, item: Item, heads_per_kv: Int32, warp_idx: Int32) -> None:
         if warp_idx == 1:
@@ -239,12 +248,12 @@ class SplitBackward(WideBackward):
 
     # ---------------------------------------------------------------- NaN and infinity
     def await_keys(self, s: Shared, p: SplitPipelines, mask: Mask) -> Mask:
-        self.await_cluster()
+        await_cluster(self.cluster)
         p.K.wait(0)
         if not self.want_dp:
             return mask
         p.V.wait(0)
-        begin = self.contain_keys(s, mask.unmasked_begin)
+        begin = self.containment.remove_from_keys(s, mask.unmasked_begin)
         return mask._replace(unmasked_begin=self.share_marks(s, p, begin))
 
     @cute.jit

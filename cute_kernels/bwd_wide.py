@@ -24,8 +24,10 @@ from cute_kernels.abi import BlockFields
 from cute_kernels.accumulator import gemm, part, round_to
 from cute_kernels.bwd_arguments import BackwardPipelines, Global, Item, Mask, Shared, Step
 from cute_kernels.bwd_frame import BackwardFrame
+from cute_kernels.bwd_results import apply_mask, destination
 from cute_kernels.bwd_softcap import Softcap, to_probabilities, to_tanh
 from cute_kernels.bwd_stats import Statistics
+from cute_kernels.bwd_window import block_of_stage
 from cute_kernels.pipeline import MbarrierAllocator, Signal
 from cute_kernels.ptx import add_to_global, copy_to_peer, load_acquire, store_release
 
@@ -273,12 +275,12 @@ class WideBackward(BackwardFrame):
             self.loop(self.keys_step, g, s, p, keys, mask, item, heads_per_kv, first)
 
         row = warp_id % 4 * 16 + lane // 4  # of this CTA's keys
-        end = self.destination(s)
+        end = destination(s)
         first_partial = self.first_partial(end.partial)
         if wg == 0:
             if const_expr(self.want_dv):
                 if const_expr(self.want_dq):
-                    self.mark_keys(acc_dV, s.V, row)
+                    self.containment.mark_keys(acc_dV, s.V, row)
                 self.store_keys(((acc_dV, g.dv, 1),), g.partials, end, row, first_partial)
         else:
             if const_expr(self.want_dk):
@@ -366,7 +368,7 @@ class WideBackward(BackwardFrame):
         stage = p.Q.stage(it)
         if self.windowed:
             p.Q.consumer_wait(stage)
-            index, mask = self.block_of_stage(s, mask, stage)
+            index, mask = block_of_stage(s, mask, stage, self.key_rank)
         return Step(it, stage, p.dO.stage(it), mask, index, None, previous=previous)
 
     def values_step(self, g: Global, s: Shared, p: WidePipelines, x: Operands, step: Step) -> None:
@@ -393,7 +395,7 @@ class WideBackward(BackwardFrame):
             self.issue_peer_dq(p, x, it - 1)
         p.dO.consumer_wait(do_stage)
         if self.want_dv:
-            self.contain(s, step.with_m0(self.tile_m), acc_dV=x.acc, remove_from=("dO",), wg=0)
+            self.containment.keep_apart(s, step.with_m0(self.tile_m), acc_dV=x.acc, remove_from=("dO",), wg=0)
         p.Q.consumer_release(stage)
         # (3) dV += P^T dO
         if self.want_dv:
@@ -413,7 +415,7 @@ class WideBackward(BackwardFrame):
         tP = cute.make_rmem_tensor(shape, self.dtype)
         if self.capped:
             to_tanh(acc_S, x.cap)
-        self.mask(acc_S, step.m_block * self.tile_m, step.mask)
+        apply_mask(acc_S, step.m_block * self.tile_m, step.mask, self.windowed)
         if self.capped:
             slope = cute.make_rmem_tensor(shape, self.dtype) if self.want_dp else None
             to_probabilities(acc_S, tP, slope, s.stats, 0, step.stage.index, x.cap, self.dtype)
@@ -446,7 +448,7 @@ class WideBackward(BackwardFrame):
             p.P.wait(it)
             # The other warp group may still read Q for S, where such a row's P is infinite or 0.
             remove_from = ("Q",) if self.want_dk else ()
-            self.contain(s, step.with_m0(self.tile_m), acc_dP=acc_dP, remove_from=remove_from, wg=1)
+            self.containment.keep_apart(s, step.with_m0(self.tile_m), acc_dP=acc_dP, remove_from=remove_from, wg=1)
             tdS = cute.make_rmem_tensor(x.mma_dK.partition_shape_A((64, self.tile_m)), self.dtype)
             for c in range(self.tile_m // 16):
                 ds, prob = cute.make_rmem_tensor(8, Float32), cute.make_rmem_tensor(8, self.dtype)

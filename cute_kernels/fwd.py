@@ -14,7 +14,7 @@ then goes on to the last block. So every result is exact.
 import math
 import operator
 from enum import IntEnum
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -24,9 +24,9 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from cute_kernels.abi import WG_ROWS
 from cute_kernels.accumulator import column, gemm, reduce_tree, round_to, row_elements
-from cute_kernels.fwd_contain import ForwardContainment
-from cute_kernels.fwd_frame import Atoms, Global, Part, Pipelines, Rows, Shared, State, Thread
-from cute_kernels.fwd_load import ForwardLoads
+from cute_kernels.fwd_contain import Containment
+from cute_kernels.fwd_frame import Atoms, ForwardFrame, Global, Part, Pipelines, Rows, Shared, State, Thread
+from cute_kernels.fwd_load import Producer
 from cute_kernels.fwd_walk import Walk
 from cute_kernels.pipeline import Stage, WrappingPipeline
 from cute_kernels.softmax import (
@@ -40,7 +40,7 @@ from cute_kernels.softmax import (
     online_softmax,
     rescale,
 )
-from cute_kernels.work import AnyTile, Mask
+from cute_kernels.work import Mask
 
 
 class NamedBarrier(IntEnum):
@@ -59,10 +59,18 @@ class Stretch(NamedTuple):
     own: Int32  # masked blocks with keys from this one on take maxima: the own key of each row is in one of them
 
 
-class ForwardKernel(ForwardLoads, ForwardContainment):
+class ForwardKernel(ForwardFrame):
     """The forward; arguments and errors as of :class:`ForwardFrame`."""
 
     source_of_P = warpgroup.OperandSource.RMEM
+    producer_class: ClassVar[type[Producer]] = Producer
+
+    def load(self, atoms: Atoms, g: Global, s: Shared, warp_idx: Int32) -> None:
+        self.producer_class(self).load(atoms, g, s, warp_idx)
+
+    @property
+    def containment(self) -> Containment:
+        return Containment(self)
 
     # ---------------------------------------------------------------- products
     def mma_qk(self, keys: int | None = None) -> cute.TiledMma:
@@ -173,12 +181,8 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
     def read_part(self, g: Global, s: Shared, place: Int32, thread: Thread) -> tuple[Part, Walk]:
         """Read what the producer stored beside Q: the warp group's part of a tile, and the blocks that it walks."""
         item = s.item[None, place]
-        tile, first_head = self.tile(g, item), item[self.num_fields]
-        return Part(tile, first_head, thread), self.part_walk(tile, item, thread)
-
-    def part_walk(self, tile: AnyTile, item: cute.Tensor, thread: Thread) -> Walk:
-        """The blocks that the warp group walks, of an item in shared memory."""
-        return Walk(*[item[j] for j in range(self.num_fields + 1, self.item_fields)])
+        tile, first_head = self.items.tile(g, item), item[self.items.num_fields]
+        return Part(tile, first_head, thread), self.items.walk(tile, item, thread)
 
     @cute.jit
     def release_previous_Q(self, s: Shared, count: Int32, thread: Thread) -> None:
@@ -220,7 +224,7 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
         mask = tile.mask(begin)
         self.first_block(state, mask, rescale_O, it)
         self.clear_hidden(state, mask, it)
-        self.contain(g, part, state, mask, blocks.own < 0, it)
+        self.containment.contain(g, part, state, mask, blocks.own < 0, it)
         if begin + 1 < end:
             self.compiler_fence(K, K.next(it))
         for i in cutlass.range(begin + 1, cutlass.min(blocks.masked, end), 1, unroll=1):
@@ -228,7 +232,7 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
             takes_max = cutlass.min(mask.key_row + self.tile_n, mask.limit) > blocks.own
             it = self.masked_block(state, mask, takes_max, i + 1 < end, it)
             self.clear_hidden(state, mask, it)
-            self.contain(g, part, state, mask, (blocks.own < 0) & (i < tile.masked), it)
+            self.containment.contain(g, part, state, mask, (blocks.own < 0) & (i < tile.masked), it)
         for i in cutlass.range(cutlass.max(blocks.masked, begin + 1), end, 1, unroll=1):
             it = self.whole_block(state, i + 1 < end, it)
         return self.last_block(state, it)

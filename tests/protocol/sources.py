@@ -30,7 +30,7 @@ ALIKE = {
         "row_not_finite",
         "zero_hidden",
     ),
-    "bwd_results.py": ("mask", "store_partial", "store_rows"),
+    "bwd_results.py": ("apply_mask", "store_partial", "store_rows"),
     "bwd_window.py": ("hide",),
     "fwd_contain.py": ("add_not_finite", "contain", "is_broken"),
     "mask.py": ("apply", "keep_before", "keep_from"),
