@@ -11,9 +11,9 @@ from cutlass import Int32
 
 from cute_kernels import fakes
 from cute_kernels.abi import PathFields
-from cute_kernels.fwd import ForwardKernel
-from cute_kernels.fwd_frame import Global, Items, Thread
-from cute_kernels.fwd_walk import Walk
+from cute_kernels.forward.frame import Global, Items, Thread
+from cute_kernels.forward.kernel import ForwardKernel
+from cute_kernels.forward.walk import Walk
 from cute_kernels.mask import PathBounds
 from cute_kernels.work import PathTile
 

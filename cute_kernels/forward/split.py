@@ -25,8 +25,7 @@ from cutlass.utils import SmemAllocator
 from cute_kernels.abi import WG_ROWS
 from cute_kernels.accumulator import gemm, round_to
 from cute_kernels.cluster import multicast
-from cute_kernels.fwd import ForwardKernel, NamedBarrier
-from cute_kernels.fwd_frame import (
+from cute_kernels.forward.frame import (
     RECOMPUTE_WORDS,
     Atoms,
     Global,
@@ -38,8 +37,9 @@ from cute_kernels.fwd_frame import (
     State,
     Thread,
 )
-from cute_kernels.fwd_load import Producer
-from cute_kernels.fwd_paths import PathItems
+from cute_kernels.forward.kernel import ForwardKernel, NamedBarrier
+from cute_kernels.forward.load import Producer
+from cute_kernels.forward.paths import PathItems
 from cute_kernels.pipeline import MbarrierAllocator, Pipeline, Stage
 from cute_kernels.ptx import thread_here
 from cute_kernels.softmax import fixed_softmax, online_softmax, rescale, row_maxima

@@ -1,6 +1,6 @@
 """Attention forward on Hopper over packed groups: one launch for a whole micro-batch. Here is what warp groups compute.
 
-A warp group walks the blocks that its rows see (fwd_walk.py), in one stretch or two, and skips the others. Softmax does
+A warp group walks the blocks that its rows see (walk.py), in one stretch or two, and skips the others. Softmax does
 not care about order: a tile's blocks that need the mask come first, then the unmasked loop.
 
 The unmasked loop does not update the row maximum. Each row keeps the reference maximum of the blocks up to the block
@@ -24,10 +24,10 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from cute_kernels.abi import WG_ROWS
 from cute_kernels.accumulator import column, gemm, reduce_tree, round_to, row_elements
-from cute_kernels.fwd_contain import Containment
-from cute_kernels.fwd_frame import Atoms, ForwardFrame, Global, Part, Pipelines, Rows, Shared, State, Thread
-from cute_kernels.fwd_load import Producer
-from cute_kernels.fwd_walk import Walk
+from cute_kernels.forward.contain import Containment
+from cute_kernels.forward.frame import Atoms, ForwardFrame, Global, Part, Pipelines, Rows, Shared, State, Thread
+from cute_kernels.forward.load import Producer
+from cute_kernels.forward.walk import Walk
 from cute_kernels.pipeline import Stage, WrappingPipeline
 from cute_kernels.softmax import (
     FIRST_MAX,

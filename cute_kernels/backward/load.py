@@ -8,9 +8,9 @@ from cutlass import BFloat16, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.abi import STAT_COLUMNS
-from cute_kernels.bwd_arguments import BackwardPipelines, Configuration, Global, Item, Load, Loads, Shared
-from cute_kernels.bwd_stats import stats_of
-from cute_kernels.bwd_window import store_row, table_row
+from cute_kernels.backward.arguments import BackwardPipelines, Configuration, Global, Item, Load, Loads, Shared
+from cute_kernels.backward.stats import stats_of
+from cute_kernels.backward.window import store_row, table_row
 from cute_kernels.cluster import multicast
 from cute_kernels.pipeline import Pipeline, Signal, Stage
 

@@ -7,9 +7,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.abi import BlockFields
-from cute_kernels.bwd_arguments import BackwardPipelines, Global, Item, Shared
-from cute_kernels.bwd_frame import BackwardFrame, split_rows
-from cute_kernels.bwd_window import is_own, turn
+from cute_kernels.backward.arguments import BackwardPipelines, Global, Item, Shared
+from cute_kernels.backward.frame import BackwardFrame, split_rows
+from cute_kernels.backward.window import is_own, turn
 from cute_kernels.pipeline import Pipeline, Signal, Stage
 from cute_kernels.ptx import (
     bulk_add,
@@ -49,7 +49,7 @@ class NarrowPipelines(BackwardPipelines):
 
 
 class NarrowDq(BackwardFrame):
-    """The warps beside the producer of :class:`cute_kernels.bwd_narrow.NarrowBackward`, which add dQ up."""
+    """The warps beside the producer of :class:`cute_kernels.backward.narrow.NarrowBackward`, which add dQ up."""
 
     @property
     def dq_warps(self) -> list[int]:

@@ -11,8 +11,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from cute_kernels.accumulator import column, part, round_to
-from cute_kernels.bwd_arguments import Mask, SavedItem, Shared
-from cute_kernels.bwd_window import hide
+from cute_kernels.backward.arguments import Mask, SavedItem, Shared
+from cute_kernels.backward.window import hide
 from cute_kernels.ptx import load_volatile, store_volatile
 
 

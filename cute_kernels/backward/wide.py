@@ -22,12 +22,12 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.abi import BlockFields
 from cute_kernels.accumulator import gemm, part, round_to
-from cute_kernels.bwd_arguments import BackwardPipelines, Global, Item, Mask, Shared, Step
-from cute_kernels.bwd_frame import BackwardFrame
-from cute_kernels.bwd_results import apply_mask, destination
-from cute_kernels.bwd_softcap import Softcap, to_probabilities, to_tanh
-from cute_kernels.bwd_stats import Statistics
-from cute_kernels.bwd_window import block_of_stage
+from cute_kernels.backward.arguments import BackwardPipelines, Global, Item, Mask, Shared, Step
+from cute_kernels.backward.frame import BackwardFrame
+from cute_kernels.backward.results import apply_mask, destination
+from cute_kernels.backward.softcap import Softcap, to_probabilities, to_tanh
+from cute_kernels.backward.stats import Statistics
+from cute_kernels.backward.window import block_of_stage
 from cute_kernels.pipeline import MbarrierAllocator, Signal
 from cute_kernels.ptx import add_to_global, copy_to_peer, load_acquire, store_release
 

@@ -14,7 +14,7 @@ from cutlass import Boolean, Float32, Int32
 
 from cute_kernels.abi import BlockFields as fields
 from cute_kernels.accumulator import column
-from cute_kernels.bwd_arguments import Global, Mask, Shared, TableRow
+from cute_kernels.backward.arguments import Global, Mask, Shared, TableRow
 from cute_kernels.pipeline import Stage
 
 M_BLOCK, FLAGS, SHIFT, OWN_STEP = range(4)  # words beside Q; see `store_row`

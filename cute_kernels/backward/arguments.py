@@ -9,12 +9,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_kernels.abi import BackwardFields as items
-from cute_kernels.bwd_stats import Statistics
+from cute_kernels.backward.stats import Statistics
 from cute_kernels.pipeline import Pipeline, Signal, Stage
 
 
 class Configuration(Protocol):
-    """The attributes of a main kernel that its producer and its containment read: see `bwd_frame.BackwardFrame`."""
+    """The attributes of a main kernel that its producer and its containment read: see `frame.BackwardFrame`."""
 
     dtype: type[cutlass.Numeric]
     tile_m: int
@@ -43,7 +43,7 @@ class Configuration(Protocol):
 
 # ---------------------------------------------------------------- global memory
 class Arguments(NamedTuple):
-    """Arguments as they are passed, without features; see :class:`cute_kernels.bwd_frame.BackwardFrame`."""
+    """Arguments as they are passed, without features; see :class:`cute_kernels.backward.frame.BackwardFrame`."""
 
     q: cute.Tensor  # (T, H, D)
     k: cute.Tensor  # (T, Hk, D)
@@ -215,7 +215,7 @@ class Step(NamedTuple):
 # ---------------------------------------------------------------- pipelines
 @dataclass(frozen=True)
 class BackwardPipelines:
-    """The mbarriers of a CTA that the main kernels have in common; `bwd_frame` lists all."""
+    """The mbarriers of a CTA that the main kernels have in common; `frame` lists all."""
 
     K: Signal
     V: Signal

@@ -5,7 +5,7 @@ over all columns: each CTA has a part of them, sends it to the other one in fp32
 numbers does not depend on their order, so both CTAs go on with the same S and dP. The statistics are added to the first
 CTA's part.
 
-Besides what `bwd_frame` says of the wide kernel (there is no peer_dS):
+Besides what `frame` says of the wide kernel (there is no peer_dS):
 
     pipeline      stages      full: arrivals of                          empty: arrivals of
     parts         1 each      4 MMA warps of the warp group, and bytes   4 MMA warps of the other CTA
@@ -22,13 +22,13 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from cute_kernels.abi import partial_floats
 from cute_kernels.accumulator import gemm, part
-from cute_kernels.bwd_arguments import BackwardPipelines, Global, Item, Load, Loads, Mask, Shared
-from cute_kernels.bwd_contain import ALL_MASKED, NamedBarrier
-from cute_kernels.bwd_frame import BackwardFrame
-from cute_kernels.bwd_load import Producer
-from cute_kernels.bwd_results import Destination, rows_of, store_chunks
-from cute_kernels.bwd_stats import fill_keys
-from cute_kernels.bwd_wide import DqOrder, Operands, WideBackward
+from cute_kernels.backward.arguments import BackwardPipelines, Global, Item, Load, Loads, Mask, Shared
+from cute_kernels.backward.contain import ALL_MASKED, NamedBarrier
+from cute_kernels.backward.frame import BackwardFrame
+from cute_kernels.backward.load import Producer
+from cute_kernels.backward.results import Destination, rows_of, store_chunks
+from cute_kernels.backward.stats import fill_keys
+from cute_kernels.backward.wide import DqOrder, Operands, WideBackward
 from cute_kernels.cluster import await_cluster
 from cute_kernels.pipeline import MbarrierAllocator, Pipeline, Signal, Stage
 from cute_kernels.ptx import any_nonzero, send_to_cta
@@ -63,7 +63,7 @@ class PartPipeline(Pipeline):
 class SplitPipelines(BackwardPipelines):
     """
     Attributes:
-        P, dS, dq_order: as in `bwd_wide.WidePipelines`. dS of step `it` comes after P of that step, for which the first
+        P, dS, dq_order: as in `wide.WidePipelines`. dS of step `it` comes after P of that step, for which the first
             warp group has seen dS of step `it` - 1.
         parts: of S, and of dP.
         marks: the other CTA's marks are there; see `SplitBackward.share_marks`.

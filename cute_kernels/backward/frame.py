@@ -6,9 +6,9 @@ A CTA owns a block of keys of one KV head and walks over its query heads and the
 dK and dV stay in fp32 registers until the end, so a group's heads and queries are summed without atomics and in a fixed
 order. The CTAs of a cluster own neighbouring key blocks; each loads a part of every Q and dO block and multicasts it.
 Products are transposed: rows of S^T and dP^T are keys, rows of dQ^T columns of the head dim.
-`bwd_narrow` (up to head dim 128) and `bwd_wide` (192, also with values of 128, and 256) say how products are laid out.
+`narrow` (up to head dim 128) and `wide` (192, also with values of 128, and 256) say how products are laid out.
 
-A CTA has three warp groups. Warp 0 is the producer (bwd_load), warps 1 to 3 assist with dQ, and the other two warp
+A CTA has three warp groups. Warp 0 is the producer (load), warps 1 to 3 assist with dQ, and the other two warp
 groups, warps 4 to 11 (`warp_id` 0 to 7), are the consumers, which issue the products (MMA warps). All of them go
 through the same sequence of steps: step `it` is one block of query rows of one head. In the narrow kernel the last
 steps may be those of the cluster's other CTA alone: Q and dO come in all `steps`, dS and dQ end after this CTA's
@@ -31,7 +31,7 @@ empty barriers; "held up by" names what keeps its producer from running ahead:
     wide    dq_order      2           see DqOrder; if deterministic
 
 Besides, warps wait at the cluster's barrier (set-up and end); at named barriers of the MMA warps, where these remove
-NaN and infinity (bwd_contain); for words in global memory (`locks`), which say that dQ is cleared or whose turn it is
+NaN and infinity (contain); for words in global memory (`locks`), which say that dQ is cleared or whose turn it is
 to add; and warp 3 for warp 1 (narrow, `dq_progress`), only so that it does not clear too far ahead.
 
 A pipeline is declared in `pipelines`, as a field of the kernel's `...Pipelines`, which also numbers its mbarriers. To
@@ -61,11 +61,21 @@ from cutlass.utils import LayoutEnum, SmemAllocator
 from cute_kernels import fakes
 from cute_kernels.abi import LOCKS, STAT_COLUMNS, BlockFields, partial_floats
 from cute_kernels.abi import BackwardFields as items
-from cute_kernels.bwd_arguments import Arguments, BackwardPipelines, Global, Item, Load, Loads, Mask, SavedItem, Shared
-from cute_kernels.bwd_contain import Containment
-from cute_kernels.bwd_load import Producer
-from cute_kernels.bwd_results import Destination, as_pairs, save_item, store_partial, store_rows
-from cute_kernels.bwd_stats import KEYS_BYTES, by_block, fake_stats, fill_keys
+from cute_kernels.backward.arguments import (
+    Arguments,
+    BackwardPipelines,
+    Global,
+    Item,
+    Load,
+    Loads,
+    Mask,
+    SavedItem,
+    Shared,
+)
+from cute_kernels.backward.contain import Containment
+from cute_kernels.backward.load import Producer
+from cute_kernels.backward.results import Destination, as_pairs, save_item, store_partial, store_rows
+from cute_kernels.backward.stats import KEYS_BYTES, by_block, fake_stats, fill_keys
 from cute_kernels.cluster import arrive_cluster, await_cluster, check_smem, rank_in, sync_cluster
 from cute_kernels.pipeline import MbarrierAllocator, Pipeline, Signal, init_mbarriers
 from cute_kernels.ptx import load_of_cta, store_volatile
@@ -111,7 +121,7 @@ class BackwardFrame:
             softcap: fp32 above 0: scores are softcap * tanh(softmax_scale * S / softcap).
     q, k, v, dout, dk, dv: last dimension contiguous, base address and all strides multiples of 16 bytes (8 elements).
 
-    NaN and infinity stay with the pairs that see them: bwd_contain says how.
+    NaN and infinity stay with the pairs that see them: contain says how.
 
     Args:
         dtype: cutlass.BFloat16 or cutlass.Float16.

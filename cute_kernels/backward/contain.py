@@ -6,7 +6,7 @@ finite:
 - V and (for dQ) K once, before the loop. The dpsum of a row that sees such a V is not finite, and neither is its dS. A
   key with such a K gets a NaN as the first element of its V, which every row that sees the key meets there; its dV
   gets one too.
-- Q and dO in blocks that need the mask, if dpsum says that there is something to remove: bwd_stats makes the dpsum of
+- Q and dO in blocks that need the mask, if dpsum says that there is something to remove: stats makes the dpsum of
   such a row not finite, and P infinite where a row with such a Q sees a key. dV gets the elements of dO by hand.
 
 In other blocks every pair is visible, and the products do what mathematics says.
@@ -21,9 +21,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.accumulator import column, not_finite, remove_not_finite, words
-from cute_kernels.bwd_arguments import Configuration, Mask, Shared, Step
-from cute_kernels.bwd_stats import broken_dpsum
-from cute_kernels.bwd_window import hide
+from cute_kernels.backward.arguments import Configuration, Mask, Shared, Step
+from cute_kernels.backward.stats import broken_dpsum
+from cute_kernels.backward.window import hide
 from cute_kernels.ptx import any_nonzero
 
 ALL_MASKED = 2**31 - 1  # unmasked_begin of a CTA with broken keys: all blocks take the mask, and are contained

@@ -6,10 +6,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from cute_kernels import fwd_walk
 from cute_kernels.cluster import multicast
-from cute_kernels.fwd_frame import Atoms, ForwardFrame, Global, Shared
-from cute_kernels.fwd_walk import Walk
+from cute_kernels.forward.frame import Atoms, ForwardFrame, Global, Shared
+from cute_kernels.forward.walk import Walk
+from cute_kernels.forward.walk import walk as walk_of_rows
 from cute_kernels.pipeline import WrappingPipeline
 from cute_kernels.work import AnyTile, first_and_step
 
@@ -130,7 +130,7 @@ class Producer:
         first_begin, last_begin = tile.own_begin, tile.own_begin
         if tile.straddles:
             first_begin, last_begin = g.bounds[cutlass.min(first, last)], g.bounds[last]
-        return fwd_walk.walk(tile, first, last, first_begin, last_begin)
+        return walk_of_rows(tile, first, last, first_begin, last_begin)
 
     def load_block(
         self,

@@ -2,7 +2,7 @@
 
 A cluster takes tiles: consecutive packed rows of one group with `packed_heads` query heads of one KV head, 64 rows
 (tokens x heads) a warp group. All its CTAs walk the same key blocks (work.py), so each loads a part of every block and
-multicasts it. `fwd_load` has what the producer warp does, `fwd` what the MMA warp groups compute.
+multicasts it. `load` has what the producer warp does, `kernel` what the MMA warp groups compute.
 
 Pipelines (pipeline.py), all filled by the producer warp, which has the copy engine bring the data:
 
@@ -12,7 +12,7 @@ Pipelines (pipeline.py), all filled by the producer warp, which has the copy eng
     K                     every MMA warp of the cluster           stages              1, 4 * warp_groups * cluster
     V                     every MMA warp of the cluster           stages              1, 4 * warp_groups * cluster
 
-Besides, warp groups meet at named barriers (fwd.NamedBarrier), and the cluster at its barrier after each pass.
+Besides, warp groups meet at named barriers (kernel.NamedBarrier), and the cluster at its barrier after each pass.
 """
 
 import math
@@ -31,7 +31,7 @@ from cutlass.utils import LayoutEnum, SmemAllocator
 from cute_kernels import fakes
 from cute_kernels.abi import WG_ROWS, ForwardFields, warp_group_tokens
 from cute_kernels.cluster import SMEM_BYTES, check_smem, rank_in, sync_cluster
-from cute_kernels.fwd_walk import Walk
+from cute_kernels.forward.walk import Walk
 from cute_kernels.mask import PathBounds
 from cute_kernels.pipeline import MbarrierAllocator, Pipeline, Stage, WrappingPipeline, init_mbarriers
 from cute_kernels.work import AnyTile, Tile, first_and_step
@@ -339,7 +339,7 @@ class ForwardFrame:
         self.q_places = next((n for n in numbers if self.smem_bytes(n) <= SMEM_BYTES), warp_groups)
         tile = f"head_dim {head_dim}, tile_n {tile_n}, {stages} stages and {warp_groups} warp groups"
         check_smem(self.smem_bytes(self.q_places), tile)
-        self.fence_softmax = warp_groups == 3  # see fwd.compiler_fence
+        self.fence_softmax = warp_groups == 3  # see kernel.compiler_fence
 
     def rank(self) -> Int32:
         """See `cluster.rank_in`."""

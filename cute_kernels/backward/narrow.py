@@ -25,14 +25,14 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.abi import BlockFields, part_rows
 from cute_kernels.accumulator import gemm, part, round_to
-from cute_kernels.bwd_arguments import Global, Item, Mask, ScoreOperands, Shared, Step
-from cute_kernels.bwd_dq import NarrowDq, NarrowPipelines, StagedDq
-from cute_kernels.bwd_frame import BackwardFrame, split_rows
-from cute_kernels.bwd_results import apply_mask, destination, saved
-from cute_kernels.bwd_softcap import Softcap, slope_of, to_probabilities, to_tanh
-from cute_kernels.bwd_stats import Statistics
-from cute_kernels.bwd_walk import Walk, first_block
-from cute_kernels.bwd_window import FLAGS, OWN_STEP, block_of_stage, is_own, uniform
+from cute_kernels.backward.arguments import Global, Item, Mask, ScoreOperands, Shared, Step
+from cute_kernels.backward.dq import NarrowDq, NarrowPipelines, StagedDq
+from cute_kernels.backward.frame import BackwardFrame, split_rows
+from cute_kernels.backward.results import apply_mask, destination, saved
+from cute_kernels.backward.softcap import Softcap, slope_of, to_probabilities, to_tanh
+from cute_kernels.backward.stats import Statistics
+from cute_kernels.backward.walk import Walk, first_block
+from cute_kernels.backward.window import FLAGS, OWN_STEP, block_of_stage, is_own, uniform
 from cute_kernels.pipeline import MbarrierAllocator, Signal, Stage
 from cute_kernels.ptx import thread_here
 
