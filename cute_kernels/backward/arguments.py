@@ -1,5 +1,6 @@
 """The data that parts of the backward's main kernels hand to each other, bundled by the memory that holds it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -27,18 +28,11 @@ class Configuration(Protocol):
     want_dp: bool
     windowed: bool
     flags_ahead: bool
-
-    @property
-    def k_columns(self) -> int: ...
-
-    @property
-    def peer_columns(self) -> int: ...
-
-    def rank(self) -> Int32: ...
-
-    def key_rank(self) -> Int32: ...
-
-    def row_atom(self, columns: int, at_least: int = 0) -> cute.ComposedLayout: ...
+    k_columns: int
+    peer_columns: int
+    rank: Callable[[], Int32]
+    key_rank: Callable[[], Int32]
+    row_atom: Callable[..., cute.ComposedLayout]
 
 
 # ---------------------------------------------------------------- global memory

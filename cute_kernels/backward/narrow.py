@@ -33,7 +33,7 @@ from cute_kernels.backward.softcap import Softcap, slope_of, to_probabilities, t
 from cute_kernels.backward.stats import Statistics
 from cute_kernels.backward.walk import Walk, first_block
 from cute_kernels.backward.window import FLAGS, OWN_STEP, block_of_stage, is_own, uniform
-from cute_kernels.pipeline import MbarrierAllocator, Signal, Stage
+from cute_kernels.pipeline import MbarrierAllocator, Signal
 from cute_kernels.ptx import thread_here
 
 
@@ -319,7 +319,7 @@ class NarrowBackward(NarrowDq):
         gemm(rows.mma, acc_S, x.K, rows.Q[None, None, None, stage.index], zero_init=True, addends=lse)
         # (2) dP^T = V dO^T - dpsum
         if beside_S:
-            self.issue_dP(p, x, rows, acc_dP, stage)
+            self.issue_dP(p, x, step, acc_dP)
         if self.windowed:  # behind the issue of products, which hides the latency
             step = self.with_block(s, step)
         warpgroup.wait_group(1 if self.want_dp and beside_S else 0)
@@ -329,7 +329,7 @@ class NarrowBackward(NarrowDq):
         tdS = self.dKV_operand(2 * size)
         self.compiler_fence(p)  # keeps the exponentials before the wait for dP^T
         if not beside_S:
-            self.issue_dP(p, x, rows, acc_dP, stage)
+            self.issue_dP(p, x, step, acc_dP)
         warpgroup.wait_group(0)
         own = self.own_step(s, step)
         if self.want_dp:
@@ -369,18 +369,15 @@ class NarrowBackward(NarrowDq):
         warpgroup.wait_group(0)
         p.Q.consumer_release(stage)
 
-    def issue_dP(
-        self, p: NarrowPipelines, x: Operands, rows: ScoreOperands, acc_dP: cute.Tensor, stage: Stage
-    ) -> None:  # fmt: skip
+    def issue_dP(self, p: NarrowPipelines, x: Operands, step: Step, acc_dP: cute.Tensor) -> None:
         """Wait for dO, and issue dP^T where it is needed."""
+        rows, stage = step.rows, step.stage
         p.dO.consumer_wait(stage)
         if self.want_dp:
             dO, dpsum = rows.dO[None, None, None, stage.index], rows.stats.dpsum(stage.index)
             gemm(rows.mma, acc_dP, x.V, dO, zero_init=True, addends=[dpsum])
 
-    def to_P(
-        self, acc_S: cute.Tensor, s: Shared, x: Operands, step: Step
-    ) -> tuple[cute.Tensor, cute.Tensor | None]:  # fmt: skip
+    def to_P(self, acc_S: cute.Tensor, s: Shared, x: Operands, step: Step) -> tuple[cute.Tensor, cute.Tensor | None]:
         """Turn S^T into P^T. Returns the operand of dV and, with a cap, the slope: P * (1 - tanh^2).
 
         Without a cap P^T takes the place of S^T, and the operand is still to be filled.

@@ -406,9 +406,7 @@ class WideBackward(BackwardFrame):
         warpgroup.wait_group(0)
         p.dO.consumer_release(do_stage)
 
-    def to_P(
-        self, acc_S: cute.Tensor, s: Shared, x: Operands, step: Step
-    ) -> tuple[cute.Tensor, cute.Tensor | None]:  # fmt: skip
+    def to_P(self, acc_S: cute.Tensor, s: Shared, x: Operands, step: Step) -> tuple[cute.Tensor, cute.Tensor | None]:
         """Turn S^T into P^T, the operand of dV. Returns it and what the other warp group gets for dS: P too or, with
         a cap, the slope P * (1 - tanh^2)."""
         shape = x.mma_dV.partition_shape_A((64, self.tile_m))

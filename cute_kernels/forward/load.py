@@ -60,11 +60,9 @@ class Producer:
 
         Returns the use of the next item's first block, and the field of `following`.
         """
-        *fields, first_head = [
-            cute.arch.shuffle_sync(field, j)
-            for j in (*range(self.kernel.items.tile_fields), self.kernel.items.num_fields)
-        ]
-        tile, kv_head = self.kernel.items.tile(g, fields), first_head // g.heads_per_kv
+        items = self.kernel.items
+        *fields, first_head = [cute.arch.shuffle_sync(field, j) for j in (*range(items.tile_fields), items.num_fields)]
+        tile, kv_head = items.tile(g, fields), first_head // g.heads_per_kv
         K = atoms.K, g.K[None, None, kv_head], s.K, s.pipes.K
         V = atoms.V, g.V[None, None, kv_head], s.V, s.pipes.V
         keys, previous = s.pipes.K, tile.key_row(Int32(0))

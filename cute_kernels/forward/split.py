@@ -103,11 +103,9 @@ class SplitProducer(Producer):
         Returns the next item's first block, and the block whose V is to come.
         """
         field, of_K, of_V = self.read_item(g, item), s.pipes.K, s.pipes.V
-        *fields, first_head = [
-            cute.arch.shuffle_sync(field, j)
-            for j in (*range(self.kernel.items.tile_fields), self.kernel.items.num_fields)
-        ]
-        tile, own_head = self.kernel.items.tile(g, fields), first_head // g.heads_per_kv
+        items = self.kernel.items
+        *fields, first_head = [cute.arch.shuffle_sync(field, j) for j in (*range(items.tile_fields), items.num_fields)]
+        tile, own_head = items.tile(g, fields), first_head // g.heads_per_kv
         K, V = g.K[None, None, own_head], g.V[None, None, own_head]
         first = tile.key_row(Int32(0))
         self.load_pieces(atoms.K, K, s.K, of_K, first, it)
