@@ -1,6 +1,6 @@
 """Attention forward on Hopper over packed groups: one launch for a whole micro-batch. Here is what warp groups compute.
 
-A warp group walks the blocks that its rows see (fwd_walk.py), in one stretch or two, and skips the others. Softmax does
+A warp group walks the blocks that its rows see (walk.py), in one stretch or two, and skips the others. Softmax does
 not care about order: a tile's blocks that need the mask come first, then the unmasked loop.
 
 The unmasked loop does not update the row maximum. Each row keeps the reference maximum of the blocks up to the block
@@ -13,7 +13,8 @@ then goes on to the last block. So every result is exact.
 
 import math
 import operator
-from typing import NamedTuple
+from enum import IntEnum
+from typing import ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -23,10 +24,10 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from cute_kernels.abi import WG_ROWS
 from cute_kernels.accumulator import column, gemm, reduce_tree, round_to, row_elements
-from cute_kernels.fwd_contain import ForwardContainment
-from cute_kernels.fwd_frame import Atoms, Global, Part, Pipelines, Rows, Shared, State, Thread
-from cute_kernels.fwd_load import ForwardLoads
-from cute_kernels.fwd_walk import Walk
+from cute_kernels.forward.contain import Containment
+from cute_kernels.forward.frame import Atoms, ForwardFrame, Global, Part, Pipelines, Rows, Shared, State, Thread
+from cute_kernels.forward.load import Producer
+from cute_kernels.forward.walk import Walk
 from cute_kernels.pipeline import Stage, WrappingPipeline
 from cute_kernels.softmax import (
     FIRST_MAX,
@@ -39,9 +40,14 @@ from cute_kernels.softmax import (
     online_softmax,
     rescale,
 )
-from cute_kernels.work import AnyTile, Mask
+from cute_kernels.work import Mask
 
-BAR_WG = 1  # named barriers, one a warp group (0 is __syncthreads)
+
+class NamedBarrier(IntEnum):
+    """The named barriers of the MMA warps (0 is __syncthreads)."""
+
+    WARP_GROUP = 1  # and the next ones, one a warp group: it has written zeros to a stage of V, or is done with Q or O
+    SAME_ROWS = 3  # head dim 512: both warp groups of 64 rows have written what they hand over, or are done with Q or O
 
 
 class Stretch(NamedTuple):
@@ -53,10 +59,18 @@ class Stretch(NamedTuple):
     own: Int32  # masked blocks with keys from this one on take maxima: the own key of each row is in one of them
 
 
-class ForwardKernel(ForwardLoads, ForwardContainment):
+class ForwardKernel(ForwardFrame):
     """The forward; arguments and errors as of :class:`ForwardFrame`."""
 
     source_of_P = warpgroup.OperandSource.RMEM
+    producer_class: ClassVar[type[Producer]] = Producer
+
+    def load(self, atoms: Atoms, g: Global, s: Shared, warp_idx: Int32) -> None:
+        self.producer_class(self).load(atoms, g, s, warp_idx)
+
+    @property
+    def containment(self) -> Containment:
+        return Containment(self)
 
     # ---------------------------------------------------------------- products
     def mma_qk(self, keys: int | None = None) -> cute.TiledMma:
@@ -167,12 +181,8 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
     def read_part(self, g: Global, s: Shared, place: Int32, thread: Thread) -> tuple[Part, Walk]:
         """Read what the producer stored beside Q: the warp group's part of a tile, and the blocks that it walks."""
         item = s.item[None, place]
-        tile, first_head = self.tile(g, item), item[self.num_fields]
-        return Part(tile, first_head, thread), self.part_walk(tile, item, thread)
-
-    def part_walk(self, tile: AnyTile, item: cute.Tensor, thread: Thread) -> Walk:
-        """The blocks that the warp group walks, of an item in shared memory."""
-        return Walk(*[item[j] for j in range(self.num_fields + 1, self.item_fields)])
+        tile, first_head = self.items.tile(g, item), item[self.items.num_fields]
+        return Part(tile, first_head, thread), self.items.walk(tile, item, thread)
 
     @cute.jit
     def release_previous_Q(self, s: Shared, count: Int32, thread: Thread) -> None:
@@ -214,7 +224,7 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
         mask = tile.mask(begin)
         self.first_block(state, mask, rescale_O, it)
         self.clear_hidden(state, mask, it)
-        self.contain(g, part, state, mask, blocks.own < 0, it)
+        self.containment.contain(g, part, state, mask, blocks.own < 0, it)
         if begin + 1 < end:
             self.compiler_fence(K, K.next(it))
         for i in cutlass.range(begin + 1, cutlass.min(blocks.masked, end), 1, unroll=1):
@@ -222,7 +232,7 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
             takes_max = cutlass.min(mask.key_row + self.tile_n, mask.limit) > blocks.own
             it = self.masked_block(state, mask, takes_max, i + 1 < end, it)
             self.clear_hidden(state, mask, it)
-            self.contain(g, part, state, mask, (blocks.own < 0) & (i < tile.masked), it)
+            self.containment.contain(g, part, state, mask, (blocks.own < 0) & (i < tile.masked), it)
         for i in cutlass.range(cutlass.max(blocks.masked, begin + 1), end, 1, unroll=1):
             it = self.whole_block(state, i + 1 < end, it)
         return self.last_block(state, it)
@@ -233,7 +243,7 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
         rows, K = state.rows, state.pipes.K
         acc_S, stage = self.accumulator_S(), K.stage(it)
         K.consumer_wait(stage)
-        gemm(self.mma_qk(), acc_S, state.tSrQ, state.tSrK[None, None, None, stage.index], True)
+        gemm(self.mma_qk(), acc_S, state.tSrQ, state.tSrK[None, None, None, stage.index], zero_init=True)
         warpgroup.wait_group(0)
         K.consumer_release(stage, sync_warp=False)
         self.cap(acc_S, state)
@@ -302,7 +312,7 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
         V = state.pipes.V
         stage = V.stage(it)
         V.consumer_wait(stage)
-        gemm(self.mma_pv(), state.acc_O, state.tOrP, state.tOrV[None, None, None, stage.index], False)
+        gemm(self.mma_pv(), state.acc_O, state.tOrP, state.tOrV[None, None, None, stage.index], zero_init=False)
         warpgroup.wait_group(0)
         V.consumer_release(stage, sync_warp=False)
         return V.next(it)
@@ -317,9 +327,9 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
         v_stage, k_stage = V.stage(it), K.stage(K.next(it))
         if not self.fence_softmax:  # else compiler_fence has waited
             K.consumer_wait(k_stage)
-        gemm(self.mma_qk(), acc_S, state.tSrQ, state.tSrK[None, None, None, k_stage.index], True)
+        gemm(self.mma_qk(), acc_S, state.tSrQ, state.tSrK[None, None, None, k_stage.index], zero_init=True)
         V.consumer_wait(v_stage)
-        gemm(self.mma_pv(), state.acc_O, state.tOrP, state.tOrV[None, None, None, v_stage.index], False)
+        gemm(self.mma_pv(), state.acc_O, state.tOrP, state.tOrV[None, None, None, v_stage.index], zero_init=False)
         warpgroup.wait_group(1)
         K.consumer_release(k_stage, sync_warp=False)
 
@@ -377,7 +387,7 @@ class ForwardKernel(ForwardLoads, ForwardContainment):
 
     def sync_warp_group(self, wg: Int32) -> None:
         """Wait for all warps of a warp group."""
-        cute.arch.barrier(barrier_id=BAR_WG + wg, number_of_threads=128)
+        cute.arch.barrier(barrier_id=NamedBarrier.WARP_GROUP + wg, number_of_threads=128)
 
     def stage_of_V(self, V: WrappingPipeline, it: Int32, wg: Int32) -> Stage:
         """The stage with the columns of V of block `it` that a warp group takes."""

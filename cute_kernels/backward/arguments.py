@@ -1,17 +1,60 @@
 """The data that parts of the backward's main kernels hand to each other, bundled by the memory that holds it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_kernels.abi import BackwardFields as items
-from cute_kernels.pipeline import Pipeline, Signal
+from cute_kernels.backward.stats import Statistics
+from cute_kernels.pipeline import Pipeline, Signal, Stage
+
+
+class Configuration(Protocol):
+    """The attributes of a main kernel that its producer and its containment read: see `frame.BackwardFrame`."""
+
+    dtype: type[cutlass.Numeric]
+    tile_m: int
+    tile_n: int
+    cluster: int
+    warp_groups: int
+    head_dim: int
+    head_dim_v: int
+    want_dq: bool
+    want_dp: bool
+    windowed: bool
+    flags_ahead: bool
+    k_columns: int
+    peer_columns: int
+    rank: Callable[[], Int32]
+    key_rank: Callable[[], Int32]
+    row_atom: Callable[..., cute.ComposedLayout]
 
 
 # ---------------------------------------------------------------- global memory
+class Arguments(NamedTuple):
+    """Arguments as they are passed, without features; see :class:`cute_kernels.backward.frame.BackwardFrame`."""
+
+    q: cute.Tensor  # (T, H, D)
+    k: cute.Tensor  # (T, Hk, D)
+    v: cute.Tensor  # (T, Hk, Dv)
+    dout: cute.Tensor  # (T, H, Dv)
+    stats: cute.Tensor  # (H, nm * M * STAT_COLUMNS)
+    dk: cute.Tensor  # (T, Hk, D)
+    dv: cute.Tensor  # (T, Hk, Dv)
+    dq_acc: cute.Tensor  # (H * nm * M * head_dim)
+    partials: cute.Tensor  # (n * partial_floats)
+    locks: cute.Tensor  # (lock_words(H * nm))
+    work: cute.Tensor  # (n, 11)
+    visible_end: cute.Tensor  # (T)
+    softmax_scale: Float32
+    stream: cuda.CUstream
+
+
 class Load(NamedTuple):
     """A copy by the copy engine (TMA), and the coordinates of its tensor in global memory."""
 
@@ -135,10 +178,38 @@ class Mask(NamedTuple):
     several: Int32 | None = None
 
 
+class ScoreOperands(NamedTuple):
+    """S^T and dP^T of a part of the rows of a query block: the product, and its operands in shared memory."""
+
+    begin: int  # sixteens of rows [begin, end)
+    end: int
+    mma: cute.TiledMma
+    Q: cute.Tensor  # (MMA, 1, D/16, stages)
+    dO: cute.Tensor  # (MMA, 1, D/16, stages)
+    stats: Statistics | None = None  # from `with_late_operands` on
+
+
+class Step(NamedTuple):
+    """A step of the MMA warps: one block of query rows of one head."""
+
+    it: Int32
+    stage: Stage  # of Q, and of the rows' statistics
+    do_stage: Stage
+    mask: Mask
+    m_block: Int32 | None  # None up to head dim 128 with a window
+    m0: Int32 | None  # the block's first row; None until it is needed, as no register is free for it
+    rows: ScoreOperands | None = None  # up to head dim 128: the rows that may see keys of the warp group; None: no rows
+    flags: Int32 | None = None  # up to head dim 128 with a window: see abi.BlockFields
+    previous: tuple[Int32, Int32] | None = None  # beyond: query block and head of the step before, if there was one
+
+    def with_m0(self, tile_m: int) -> "Step":
+        return self._replace(m0=self.m_block * tile_m)
+
+
 # ---------------------------------------------------------------- pipelines
 @dataclass(frozen=True)
 class BackwardPipelines:
-    """The mbarriers of a CTA that the main kernels have in common; `bwd_frame` lists all."""
+    """The mbarriers of a CTA that the main kernels have in common; `frame` lists all."""
 
     K: Signal
     V: Signal

@@ -22,10 +22,12 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.abi import BlockFields
 from cute_kernels.accumulator import gemm, part, round_to
-from cute_kernels.bwd_arguments import BackwardPipelines, Global, Item, Mask, Shared
-from cute_kernels.bwd_frame import BackwardFrame
-from cute_kernels.bwd_softcap import Softcap, to_probabilities, to_tanh
-from cute_kernels.bwd_stats import Statistics
+from cute_kernels.backward.arguments import BackwardPipelines, Global, Item, Mask, Shared, Step
+from cute_kernels.backward.frame import BackwardFrame
+from cute_kernels.backward.results import apply_mask, destination
+from cute_kernels.backward.softcap import Softcap, to_probabilities, to_tanh
+from cute_kernels.backward.stats import Statistics
+from cute_kernels.backward.window import block_of_stage
 from cute_kernels.pipeline import MbarrierAllocator, Signal
 from cute_kernels.ptx import add_to_global, copy_to_peer, load_acquire, store_release
 
@@ -106,6 +108,7 @@ class Operands(NamedTuple):
     P: cute.Tensor  # (8, M/16): this thread's part of P^T
     dS_target: cute.Tensor  # where this thread writes dS^T (with `copy_of_dS`), of each buffer
     acc: cute.Tensor | None = None  # (64, Dv) dV, or (64, D) dK
+    scale_log2: Float32 | None = None
     cap: Softcap | None = None
     dq: DqOperands | None = None
 
@@ -260,24 +263,24 @@ class WideBackward(BackwardFrame):
         acc = cute.make_rmem_tensor(x.mma_dK.partition_shape_C((64, self.head_dim)), Float32)  # dV or dK
         acc.fill(0.0)
         acc_dV = self.of_values(x, acc)
-        scale_log2 = scale * math.log2(math.e)
+        x = x._replace(scale_log2=scale * math.log2(math.e))
         if const_expr(self.capped):
-            x = x._replace(cap=Softcap.of(g.cap, scale_log2))
+            x = x._replace(cap=Softcap.of(g.cap, x.scale_log2))
         steps = (item.block_end - item.block_begin) * heads_per_kv
-        m_block, h = item.block_end - 1, item.kv_head * heads_per_kv
+        first = steps, item.block_end - 1, item.kv_head * heads_per_kv
         values, keys = [x._replace(acc=y, dq=self.dq_operands(g, s, i, tid)) for i, y in enumerate((acc_dV, acc))]
         if wg == 0:
-            self.loop(self.values_step, g, s, p, values, mask, item, scale_log2, heads_per_kv, steps, m_block, h)
+            self.loop(self.values_step, g, s, p, values, mask, item, heads_per_kv, first)
         else:
-            self.loop(self.keys_step, g, s, p, keys, mask, item, scale_log2, heads_per_kv, steps, m_block, h)
+            self.loop(self.keys_step, g, s, p, keys, mask, item, heads_per_kv, first)
 
         row = warp_id % 4 * 16 + lane // 4  # of this CTA's keys
-        end = self.destination(s)
+        end = destination(s)
         first_partial = self.first_partial(end.partial)
         if wg == 0:
             if const_expr(self.want_dv):
                 if const_expr(self.want_dq):
-                    self.mark_keys(acc_dV, s.V, row)
+                    self.containment.mark_keys(acc_dV, s.V, row)
                 self.store_keys(((acc_dV, g.dv, 1),), g.partials, end, row, first_partial)
         else:
             if const_expr(self.want_dk):
@@ -336,39 +339,21 @@ class WideBackward(BackwardFrame):
 
     @cute.jit
     def loop(
-        self,
-        step: Callable[..., None],
-        g: Global,
-        s: Shared,
-        p: WidePipelines,
-        x: Operands,
-        mask: Mask,
-        item: Item,
-        scale_log2: Float32,
+        self, make: Callable[..., None], g: Global, s: Shared, p: WidePipelines, x: Operands, mask: Mask, item: Item,
         heads_per_kv: Int32,
-        steps: Int32,
-        m_block: Int32,  # and head of the first step
-        h: Int32,
-    ) -> None:
-        """The steps of one warp group. dQ of a step is made in the next one."""
-        if const_expr(self.windowed):
-            index, place = m_block, p.Q.stage(Int32(0))  # of the table, and of the block's Q
-            p.Q.consumer_wait(place)
-            m_block, block_mask = self.block_of_stage(s, mask, place)
-            step(g, s, p, x, block_mask, Int32(0), m_block, None, scale_log2)
-            for it in cutlass.range(1, steps, 1, unroll=1):
-                previous = (m_block, h)
-                index, h = self.next_block(index, h, item, heads_per_kv)
-                stage = p.Q.stage(it)
-                p.Q.consumer_wait(stage)
-                m_block, its_mask = self.block_of_stage(s, mask, stage)
-                step(g, s, p, x, its_mask, it, m_block, previous, scale_log2)
-        else:
-            step(g, s, p, x, mask, Int32(0), m_block, None, scale_log2)
-            for it in cutlass.range(1, steps, 1, unroll=1):
-                previous = (m_block, h)
-                m_block, h = self.next_block(m_block, h, item, heads_per_kv)
-                step(g, s, p, x, mask, it, m_block, previous, scale_log2)
+        first: tuple[Int32, Int32, Int32],  # number of steps; block (or row of the table) and head of the first one
+    ) -> None:  # fmt: skip
+        """The steps of one warp group, each of which `make` makes. dQ of a step is made in the next one."""
+        steps, index, h = first
+        step = self.step(s, p, Int32(0), mask, index, None)
+        m_block = step.m_block
+        make(g, s, p, x, step)
+        for it in cutlass.range(1, steps, 1, unroll=1):
+            previous = (m_block, h)
+            index, h = self.next_block(index, h, item, heads_per_kv)
+            its_step = self.step(s, p, it, mask, index, previous)
+            m_block = its_step.m_block
+            make(g, s, p, x, its_step)
         if const_expr(self.want_dq):
             p.dS.wait(steps - 1)
             self.issue_own_dq(x, steps - 1)
@@ -376,84 +361,81 @@ class WideBackward(BackwardFrame):
             warpgroup.wait_group(0)
             self.add_dq(g, p, x, steps - 1, (m_block, h))
 
-    def values_step(
-        self,
-        g: Global,
-        s: Shared,
-        p: WidePipelines,
-        x: Operands,
-        mask: Mask,
-        it: Int32,
-        m_block: Int32,
-        previous: tuple[Int32, Int32] | None,  # block and head of the step before
-        scale_log2: Float32,
-    ) -> None:
-        """S, P and dV of step `it`; dQ of the step before. No product is in flight at either end."""
-        stage, do_stage = p.Q.stage(it), p.dO.stage(it)
+    def step(
+        self, s: Shared, p: WidePipelines, it: Int32, mask: Mask, index: Int32, previous: tuple[Int32, Int32] | None
+    ) -> Step:
+        """Bundle step `it`, of a query block or with a window of a row of the table, which is read from beside Q."""
+        stage = p.Q.stage(it)
+        if self.windowed:
+            p.Q.consumer_wait(stage)
+            index, mask = block_of_stage(s, mask, stage, self.key_rank)
+        return Step(it, stage, p.dO.stage(it), mask, index, None, previous=previous)
+
+    def values_step(self, g: Global, s: Shared, p: WidePipelines, x: Operands, step: Step) -> None:
+        """S, P and dV of a step; dQ of the step before. No product is in flight at either end."""
+        it, stage, do_stage, previous = step.it, step.stage, step.do_stage, step.previous
         with_dq = self.want_dq and previous is not None
         p.Q.consumer_wait(stage)
+        # (1) S^T = K Q^T - lse / scale
         acc_S = cute.make_rmem_tensor(x.mma_S.partition_shape_C((64, self.tile_m)), Float32)
         lse = [] if self.capped else [x.stats.lse(stage.index)]
-        gemm(x.mma_S, acc_S, x.K, x.Q[None, None, None, stage.index], True, addends=lse)
+        gemm(x.mma_S, acc_S, x.K, x.Q[None, None, None, stage.index], zero_init=True, addends=lse)
         warpgroup.wait_group(0)
         self.complete(acc_S, s, p, it, 0)
-        if self.capped:
-            to_tanh(acc_S, x.cap)
-        self.mask(acc_S, m_block * self.tile_m, mask)
-        shape = x.mma_dV.partition_shape_A((64, self.tile_m))
-        tP = cute.make_rmem_tensor(shape, self.dtype)
-        passed = tP  # to the other warp group, for dS
-        if self.capped:
-            passed = cute.make_rmem_tensor(shape, self.dtype) if self.want_dp else None
-            to_probabilities(acc_S, tP, passed, s.stats, 0, stage.index, x.cap, self.dtype)
-        else:
-            for c in range(self.tile_m // 16):  # 16 query rows at a time
-                for e in range(8 * c, 8 * c + 8):
-                    acc_S[e] = cute.math.exp2(acc_S[e] * scale_log2, fastmath=True)
-                round_to(part(acc_S, 8 * c, 8), part(tP, 8 * c, 8))
+        tP, passed = self.to_P(acc_S, s, x, step)
         if self.want_dp:
             if previous is not None:  # then the other warp group has read P of the step before
                 p.dS.wait(it - 1)
             for c in range(self.tile_m // 16):
                 cute.autovec_copy(part(passed, 8 * c, 8), x.P[None, c])
             p.P.arrive(it)
+        # (4) dQ^T = K^T dS^T of the step before
         if with_dq:
             self.issue_own_dq(x, it - 1)
             self.issue_peer_dq(p, x, it - 1)
         p.dO.consumer_wait(do_stage)
         if self.want_dv:
-            of_block = stage.index, do_stage.index, m_block * self.tile_m
-            self.contain(mask, s, *of_block, acc_dV=x.acc, remove_from=("dO",), wg=0)
+            self.containment.keep_apart(s, step.with_m0(self.tile_m), acc_dV=x.acc, remove_from=("dO",), wg=0)
         p.Q.consumer_release(stage)
+        # (3) dV += P^T dO
         if self.want_dv:
-            gemm(x.mma_dV, x.acc, tP, x.dOt[None, None, None, do_stage.index], False)
+            gemm(x.mma_dV, x.acc, tP, x.dOt[None, None, None, do_stage.index], zero_init=False)
         if with_dq:
             warpgroup.wait_group(1 if self.want_dv else 0)
             self.add_dq(g, p, x, it - 1, previous)
         warpgroup.wait_group(0)
         p.dO.consumer_release(do_stage)
 
-    def keys_step(
-        self,
-        g: Global,
-        s: Shared,
-        p: WidePipelines,
-        x: Operands,
-        mask: Mask,
-        it: Int32,
-        m_block: Int32,
-        previous: tuple[Int32, Int32] | None,
-        scale_log2: Float32,
-    ) -> None:
-        """dP, dS and dK of step `it`; dQ of the step before. No product is in flight at either end."""
-        stage, do_stage = p.Q.stage(it), p.dO.stage(it)
+    def to_P(self, acc_S: cute.Tensor, s: Shared, x: Operands, step: Step) -> tuple[cute.Tensor, cute.Tensor | None]:
+        """Turn S^T into P^T, the operand of dV. Returns it and what the other warp group gets for dS: P too or, with
+        a cap, the slope P * (1 - tanh^2)."""
+        shape = x.mma_dV.partition_shape_A((64, self.tile_m))
+        tP = cute.make_rmem_tensor(shape, self.dtype)
+        if self.capped:
+            to_tanh(acc_S, x.cap)
+        apply_mask(acc_S, step.m_block * self.tile_m, step.mask, self.windowed)
+        if self.capped:
+            slope = cute.make_rmem_tensor(shape, self.dtype) if self.want_dp else None
+            to_probabilities(acc_S, tP, slope, s.stats, 0, step.stage.index, x.cap, self.dtype)
+            return tP, slope
+        for c in range(self.tile_m // 16):  # 16 query rows at a time
+            for e in range(8 * c, 8 * c + 8):
+                acc_S[e] = cute.math.exp2(acc_S[e] * x.scale_log2, fastmath=True)
+            round_to(part(acc_S, 8 * c, 8), part(tP, 8 * c, 8))
+        return tP, tP
+
+    def keys_step(self, g: Global, s: Shared, p: WidePipelines, x: Operands, step: Step) -> None:
+        """dP, dS and dK of a step; dQ of the step before. No product is in flight at either end."""
+        it, stage, do_stage, previous = step.it, step.stage, step.do_stage, step.previous
         with_dq = self.want_dq and previous is not None
         p.Q.consumer_wait(stage)
         p.dO.consumer_wait(do_stage)
+        # (2) dP^T = V dO^T - dpsum
         if self.want_dp:
             acc_dP = cute.make_rmem_tensor(x.mma_S.partition_shape_C((64, self.tile_m)), Float32)
             dO, addends = x.dO[None, None, None, do_stage.index], [x.stats.dpsum(stage.index)]
-            gemm(x.mma_S, acc_dP, x.V, dO, True, addends=addends)
+            gemm(x.mma_S, acc_dP, x.V, dO, zero_init=True, addends=addends)
+        # (4) dQ^T = K^T dS^T of the step before
         if with_dq:
             p.dS.wait(it - 1)
             self.issue_own_dq(x, it - 1)
@@ -463,8 +445,8 @@ class WideBackward(BackwardFrame):
             self.complete(acc_dP, s, p, it, 1)
             p.P.wait(it)
             # The other warp group may still read Q for S, where such a row's P is infinite or 0.
-            of_block = stage.index, do_stage.index, m_block * self.tile_m
-            self.contain(mask, s, *of_block, acc_dP=acc_dP, remove_from=("Q",) if self.want_dk else (), wg=1)
+            remove_from = ("Q",) if self.want_dk else ()
+            self.containment.keep_apart(s, step.with_m0(self.tile_m), acc_dP=acc_dP, remove_from=remove_from, wg=1)
             tdS = cute.make_rmem_tensor(x.mma_dK.partition_shape_A((64, self.tile_m)), self.dtype)
             for c in range(self.tile_m // 16):
                 ds, prob = cute.make_rmem_tensor(8, Float32), cute.make_rmem_tensor(8, self.dtype)
@@ -477,8 +459,9 @@ class WideBackward(BackwardFrame):
             p.dS.arrive(it)
         if with_dq:
             self.issue_peer_dq(p, x, it - 1)
+        # (5) dK += dS^T Q
         if self.want_dk:
-            gemm(x.mma_dK, x.acc, tdS, x.Qt[None, None, None, stage.index], False)
+            gemm(x.mma_dK, x.acc, tdS, x.Qt[None, None, None, stage.index], zero_init=False)
         if with_dq:
             warpgroup.wait_group(1 if self.want_dk else 0)
             self.add_dq(g, p, x, it - 1, previous)
@@ -498,12 +481,12 @@ class WideBackward(BackwardFrame):
 
     def issue_own_dq(self, x: Operands, it: Int32) -> None:
         """Issue this warp group's part of dQ^T of step `it` over this CTA's keys, whose dS is there."""
-        gemm(x.dq.mma, x.dq.acc, x.dq.Kt, x.dq.dS[None, None, None, self.own_dS(it)], True)
+        gemm(x.dq.mma, x.dq.acc, x.dq.Kt, x.dq.dS[None, None, None, self.own_dS(it)], zero_init=True)
 
     def issue_peer_dq(self, p: WidePipelines, x: Operands, it: Int32) -> None:
         """Issue this warp group's part of dQ^T of step `it` over the other CTA's keys, once their dS is there."""
         p.peer_dS.wait(it)
-        gemm(x.dq.mma, x.dq.acc, x.dq.peer_Kt, x.dq.dS[None, None, None, self.peer_dS(it)], False)
+        gemm(x.dq.mma, x.dq.acc, x.dq.peer_Kt, x.dq.dS[None, None, None, self.peer_dS(it)], zero_init=False)
 
     def add_dq(self, g: Global, p: WidePipelines, x: Operands, it: Int32, block: tuple[Int32, Int32]) -> None:
         """Add dQ^T of step `it`, which is ready, to global memory; if deterministic once the predecessors have."""

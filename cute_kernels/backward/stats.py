@@ -57,7 +57,7 @@ def stat_columns(lse: Float32, dpsum: Float32, softmax_scale: Float32) -> list[B
     """The STAT_COLUMNS numbers of a row: three that add up to half of -lse / softmax_scale, three to half of -dpsum.
 
     lse NaN or -inf: the first is LARGEST / 2, which makes P infinite; inf: its negative, which makes P 0. dpsum not
-    finite: the fourth is LARGEST, and twice that is too large for fp32, while 0 times it is 0. See bwd_contain.
+    finite: the fourth is LARGEST, and twice that is too large for fp32, while 0 times it is 0. See contain.
     """
     half_lse = lse / (-2.0 * softmax_scale)
     half_lse = cute.arch.fmax(cute.arch.fmin(half_lse, Float32(LARGEST / 2)), Float32(-LARGEST / 2))  # NaN: the former
