@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -22,7 +23,7 @@ from codegen.store import Kernel
 from dualkv.bench import run, sides
 from dualkv.bench.inputs import Inputs, Side
 from dualkv.bench.show import markdown_table
-from dualkv.bench.timing import timed
+from dualkv.bench.timing import Meter, sustained, timed
 from dualkv.bench.workloads import EIGHT, parse
 from dualkv.ops import hopper
 from tools.bench.record import OptionalJsonPath, Record
@@ -121,23 +122,37 @@ def earlier_specs(folder: Path) -> tuple[Callable[..., KernelSpec], Callable[...
     return forward, backward
 
 
-def ratios(calls: tuple[Callable[[], Any], Callable[[], Any]], pairs: int, pause: float) -> list[float]:
-    """The first call's time over the second's, of `pairs` pairs of single calls, each first in every other pair.
+def ratios(calls: tuple[Callable[[], Any], Callable[[], Any]], pairs: int, turn: Callable[[Any], float]) -> list[float]:
+    """The first call's time over the second's, of `pairs` pairs of turns, each first in every other pair.
 
-    A call is timed after an untimed one of its own, so that the GPU waits for no host, and before a pause, so that the
-    card stays below its power limit: at the limit its clock moves by several per cent from turn to turn.
+    turn: milliseconds of a call, in one turn of it.
     """
     found = []
     for i in range(pairs):
         ms = [0.0, 0.0]
         for which in (0, 1) if i % 2 == 0 else (1, 0):
-            calls[which]()
-            begin, end = timed(calls[which])
-            end.synchronize()
-            ms[which] = begin.elapsed_time(end)
-            time.sleep(pause)
+            ms[which] = turn(calls[which])
         found.append(ms[0] / ms[1])
     return found
+
+
+def single(call: Callable[[], Any], pause: float) -> float:
+    """A turn of one call.
+
+    It is timed after an untimed one, so that the GPU waits for no host, and before a pause, so that the card stays
+    below its power limit: at the limit its clock moves by several per cent from turn to turn.
+    """
+    call()
+    begin, end = timed(call)
+    end.synchronize()
+    time.sleep(pause)
+    return begin.elapsed_time(end)
+
+
+def back_to_back(call: Callable[[], Any], seconds: float) -> float:
+    """A turn of calls one behind the other, as training makes them."""
+    ms: float = sustained(call, single(call, 0.0), seconds, Meter())["ms"]
+    return ms
 
 
 def speed(found: list[float]) -> dict[str, float]:
@@ -151,12 +166,15 @@ def main(
     folder: Annotated[Path, typer.Argument(help="Kernels of the earlier commit.")],
     workload: Annotated[list[str] | None, typer.Option("-w", help="By name or lengths. Default: the eight.")] = None,
     direction: Annotated[list[str] | None, typer.Option("-d", help="fwd, bwd, deterministic. Default: all.")] = None,
-    pairs: Annotated[int, typer.Option(help="Of calls, the earlier kernels' and today's.")] = 100,
+    pairs: Annotated[int, typer.Option(help="Of turns, the earlier kernels' and today's.")] = 100,
     pause: Annotated[float, typer.Option(help="Seconds behind each call.")] = 0.005,
+    seconds: Annotated[float, typer.Option(help="Of turns of many calls, 2 or more; 0: single calls, as above.")] = 0,
     json_to: OptionalJsonPath = None,
 ) -> None:
     """Time an earlier commit's kernels against today's. Given today's own kernels, the result is the method's error."""
     kernels = [Kernels(BEFORE, earlier(folder), *earlier_specs(folder)), Kernels(NOW, store.load)]
+    turn = partial(back_to_back, seconds=seconds) if seconds else partial(single, pause=pause)
+    settings = {"pairs": pairs, **({"seconds": seconds} if seconds else {"pause": pause})}
     results: list[dict[str, Any]] = []
     record = Record(json_to)
     load, load_all = store.load, store.load_all
@@ -167,9 +185,9 @@ def main(
                 before, now = (one.side(fixed)(made, "bwd" if fixed else asked) for one in kernels)
                 run.run_checked(before, None)
                 difference = run.run_checked(now, tuple(x.clone() for x in before.results()))
-                found = speed(ratios((before.call, now.call), pairs, pause))
+                found = speed(ratios((before.call, now.call), pairs, turn))
                 results.append({"workload": name, "direction": asked, "difference": difference, **found})
-                record.write({"settings": {"pairs": pairs, "pause": pause}, "results": results})
+                record.write({"settings": settings, "results": results})
                 print(f"{name} {asked}: {' '.join(f'{x:.4f}' for x in found.values())}", flush=True)
                 del made, before, now
                 torch.cuda.empty_cache()
