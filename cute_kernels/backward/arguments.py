@@ -76,9 +76,9 @@ class Global(NamedTuple):
     """Tensors in global memory."""
 
     stats: cute.Tensor  # (H, query blocks, M * STAT_COLUMNS)
-    dk: cute.Tensor  # (T, Hk, D / 2) as pairs of elements in 32 bits
-    dv: cute.Tensor  # (T, Hk, Dv / 2)
-    dq_acc: cute.Tensor  # (H * query blocks * M * D), sums of dQ
+    mdK: cute.Tensor  # (T, Hk, D / 2) as pairs of elements in 32 bits
+    mdV: cute.Tensor  # (T, Hk, Dv / 2)
+    mdQ_acc: cute.Tensor  # (H * query blocks * M * D), sums of dQ
     partials: cute.Tensor  # partial sums of dK and dV
     locks: cute.Tensor
     work: cute.Tensor  # (items, fields)
@@ -93,13 +93,13 @@ class Global(NamedTuple):
 class Shared(NamedTuple):
     """Tensors in shared memory, and words of 32 bits."""
 
-    K: cute.Tensor  # (N, k_columns)
-    V: cute.Tensor  # (N, Dv)
-    Q: cute.Tensor  # (M, D, stages)
-    dO: cute.Tensor  # (M, Dv, do_stages)
-    dS: cute.Tensor  # (M, N, buffers); beyond head dim 128 the first buffer is P
-    dQ: cute.Tensor | None  # (M * D), up to head dim 128: dQ on its way to global memory
-    peer_K: cute.Tensor | None  # (N, peer_columns), beyond
+    sK: cute.Tensor  # (N, k_columns)
+    sV: cute.Tensor  # (N, Dv)
+    sQ: cute.Tensor  # (M, D, stages)
+    sdO: cute.Tensor  # (M, Dv, do_stages)
+    sdS: cute.Tensor  # (M, N, buffers); beyond head dim 128 the first buffer is P
+    sdQ: cute.Tensor | None  # (M * D), up to head dim 128: dQ on its way to global memory
+    sK_peer: cute.Tensor | None  # (N, peer_columns), beyond
     stats: cute.Tensor  # (STAT_COLUMNS, M, stages): lse and dpsum of query rows
     stat_keys: cute.Pointer  # the keys' side of the products with them
     bars: cute.Pointer  # mbarriers, which belong to pipelines
@@ -184,8 +184,8 @@ class ScoreOperands(NamedTuple):
     begin: int  # sixteens of rows [begin, end)
     end: int
     mma: cute.TiledMma
-    Q: cute.Tensor  # (MMA, 1, D/16, stages)
-    dO: cute.Tensor  # (MMA, 1, D/16, stages)
+    tSrQ: cute.Tensor  # (MMA, 1, D/16, stages)
+    tdPrdO: cute.Tensor  # (MMA, 1, D/16, stages)
     stats: Statistics | None = None  # from `with_late_operands` on
 
 

@@ -51,19 +51,19 @@ class Containment:
         Returns the new unmasked_begin.
         """
         tid, threads = cute.arch.thread_idx()[0] - 128, 128 * self.kernel.warp_groups  # of the MMA warps
-        found = self.not_finite(s.V, tid, threads)
+        found = self.not_finite(s.sV, tid, threads)
         if const_expr(self.kernel.want_dq):
-            found |= self.not_finite(s.K, tid, threads)
-            if const_expr(s.peer_K is not None):
-                found |= self.not_finite(s.peer_K, tid, threads)
+            found |= self.not_finite(s.sK, tid, threads)
+            if const_expr(s.sK_peer is not None):
+                found |= self.not_finite(s.sK_peer, tid, threads)
         if any_nonzero(Int32(NamedBarrier.MMA_WARPS), found, threads):
             unmasked_begin = Int32(ALL_MASKED)
-            self.remove_not_finite(s.V, tid, threads)
+            self.remove_not_finite(s.sV, tid, threads)
             if const_expr(self.kernel.want_dq):
                 cute.arch.barrier(barrier_id=NamedBarrier.MMA_WARPS, number_of_threads=threads)
-                self.remove_not_finite(s.K, tid, threads, s.V)
-                if const_expr(s.peer_K is not None):
-                    self.remove_not_finite(s.peer_K, tid, threads)
+                self.remove_not_finite(s.sK, tid, threads, s.sV)
+                if const_expr(s.sK_peer is not None):
+                    self.remove_not_finite(s.sK_peer, tid, threads)
             cute.arch.fence_view_async_shared()
             cute.arch.barrier(barrier_id=NamedBarrier.MMA_WARPS, number_of_threads=threads)
         return cute.arch.make_warp_uniform(unmasked_begin)  # which the compiler cannot know
@@ -104,7 +104,7 @@ class Containment:
         stage, do_stage = step.stage.index, step.do_stage.index
         if self.any_broken(s.stats, stage, m0, mask):
             if const_expr(acc_dV is not None):
-                self.add_not_finite(acc_dV, s.dO[None, None, do_stage], s.stats, stage, m0, mask)
+                self.add_not_finite(acc_dV, s.sdO[None, None, do_stage], s.stats, stage, m0, mask)
             if const_expr(acc_dP is not None):
                 self.zero_hidden(acc_dP, m0 + dP_row, mask)
             if const_expr(len(remove_from) > 0):
@@ -118,9 +118,9 @@ class Containment:
                     )
                 cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
                 if const_expr("Q" in remove_from):
-                    self.remove_not_finite(s.Q[None, None, stage], tid, threads)
+                    self.remove_not_finite(s.sQ[None, None, stage], tid, threads)
                 if const_expr("dO" in remove_from):
-                    self.remove_not_finite(s.dO[None, None, do_stage], tid, threads)
+                    self.remove_not_finite(s.sdO[None, None, do_stage], tid, threads)
                 cute.arch.fence_view_async_shared()
                 cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
 

@@ -110,11 +110,11 @@ class NarrowDq(BackwardFrame):
     ) -> None:  # fmt: skip
         """`add_dq` of one step. m_block: with a window the row of the table, else the query block."""
         first, num_bytes = 4 * wg * self.dq_warp_floats, 4 * self.dq_warps[wg] * self.dq_warp_floats
-        source, num_blocks = s.dQ.iterator + first, g.stats.shape[1]
+        source, num_blocks = s.sdQ.iterator + first, g.stats.shape[1]
         row, rank = m_block, self.rank()
         if const_expr(self.windowed):
             m_block = g.blocks[row, BlockFields.M_BLOCK]
-        target = self.dq_block(g.dq_acc.iterator, num_blocks, m_block, h) + first
+        target = self.dq_block(g.mdQ_acc.iterator, num_blocks, m_block, h) + first
         stage = p.dQ.stage_of_warp_group(it, wg)
         if const_expr(self.deterministic):
             lock = self.lock_of(g, m_block, h, wg)
@@ -189,7 +189,7 @@ class NarrowDq(BackwardFrame):
                 state = Int32(cute.arch.atomic_cas(lock, cmp=Int32(0), val=Int32(CLAIMED), sem="relaxed", scope="gpu"))
         if cute.arch.shuffle_sync(state, 0) == 0:
             quads = self.tile_m * self.head_dim // 128  # a lane
-            block = (self.dq_block(g.dq_acc.iterator, num_blocks, m_block, h) + lane * 4).align(16)
+            block = (self.dq_block(g.mdQ_acc.iterator, num_blocks, m_block, h) + lane * 4).align(16)
             dst = cute.make_tensor(block, cute.make_layout((4, quads), stride=(1, 128)))
             for i in cutlass.range(0, quads, 1, unroll=8):
                 cute.autovec_copy(zeros, dst[None, i])

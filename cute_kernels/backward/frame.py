@@ -462,16 +462,16 @@ class BackwardFrame:
     def allocate(self) -> Shared:
         """Shared memory, in `smem_order`."""
         layouts = {
-            "K": self.layout_K,
-            "V": self.layout_V,
-            "Q": self.layout_Q,
-            "dO": self.layout_dO,
-            "dS": self.layout_dS,
+            "sK": self.layout_K,
+            "sV": self.layout_V,
+            "sQ": self.layout_Q,
+            "sdO": self.layout_dO,
+            "sdS": self.layout_dS,
         }
         if self.peer_columns:
-            layouts["peer_K"] = self.layout_peer_K
+            layouts["sK_peer"] = self.layout_peer_K
         smem = SmemAllocator()
-        tiles: dict[str, cute.Tensor | None] = {"dQ": None, "peer_K": None}
+        tiles: dict[str, cute.Tensor | None] = {"sdQ": None, "sK_peer": None}
         blocks = None
         for name in self.smem_order:
             if name == "small":

@@ -30,10 +30,10 @@ class Producer:
                 item.key + (1 - 2 * rank) * self.kernel.tile_n,
                 rank * (self.kernel.head_dim - self.kernel.peer_columns),
             )
-            self.load_tile(loads.peer_K, item.kv_head, first, s.peer_K, self.kernel.peer_columns, p.K, arrive=False)
-        self.load_tile(loads.K, item.kv_head, (item.key, 0), s.K, self.kernel.k_columns, p.K)
+            self.load_tile(loads.peer_K, item.kv_head, first, s.sK_peer, self.kernel.peer_columns, p.K, arrive=False)
+        self.load_tile(loads.K, item.kv_head, (item.key, 0), s.sK, self.kernel.k_columns, p.K)
         if const_expr(self.kernel.want_dp):
-            self.load_tile(loads.V, item.kv_head, (item.key, 0), s.V, self.kernel.head_dim_v, p.V)
+            self.load_tile(loads.V, item.kv_head, (item.key, 0), s.sV, self.kernel.head_dim_v, p.V)
 
     @cute.jit
     def load_queries(
@@ -60,12 +60,12 @@ class Producer:
                     m_block = row.m_block
                     p.Q.producer_acquire(stage)
                     own = store_row(s, row, following, own, stage, self.kernel.key_rank)
-                self.load_rows(loads.Q, h, m_block, s.Q, p.Q, stage, stat_bytes)
+                self.load_rows(loads.Q, h, m_block, s.sQ, p.Q, stage, stat_bytes)
                 row = stats_of(g.stats, h, m_block)  # lse and dpsum come with Q
                 with cute.arch.elect_one():
                     target = cute.group_modes(s.stats, 0, 2)[None, stage.index]
                     cute.copy(bulk, row, target, mbar_ptr=p.Q.full[stage.index])
-                self.load_rows(loads.dO, h, m_block, s.dO, p.dO, do_stage, 0)
+                self.load_rows(loads.dO, h, m_block, s.sdO, p.dO, do_stage, 0)
                 it += 1
 
     def load_tile(

@@ -40,17 +40,17 @@ from cute_kernels.ptx import thread_here
 class Operands(NamedTuple):
     """A warp group's operands in shared memory, and its accumulators."""
 
-    K: cute.Tensor  # (MMA, 1, D/16), of S^T
-    V: cute.Tensor  # (MMA, 1, D/16), of dP^T
+    tSrK: cute.Tensor  # (MMA, 1, D/16), of S^T
+    tdPrV: cute.Tensor  # (MMA, 1, D/16), of dP^T
     whole: ScoreOperands
     first_rows: ScoreOperands
     last_rows: ScoreOperands
     mma_dKV: cute.TiledMma
     mma_dQ: cute.TiledMma
-    Qt: cute.Tensor  # (MMA, 1, M/16, stages), of dK
-    dOt: cute.Tensor  # (MMA, 1, M/16, stages), of dV
-    Kt: cute.Tensor  # (MMA, 1, N/16), of dQ^T
-    dS: cute.Tensor  # (MMA, 1, N/16, buffers), of dQ^T
+    tdKrQ: cute.Tensor  # (MMA, 1, M/16, stages), of dK
+    tdVrdO: cute.Tensor  # (MMA, 1, M/16, stages), of dV
+    tdQrK: cute.Tensor  # (MMA, 1, N/16), of dQ^T
+    tdQrdS: cute.Tensor  # (MMA, 1, N/16, buffers), of dQ^T
     dS_target: cute.Tensor  # where this thread writes dS^T (with `copy_of_dS`), of each buffer
     dQ_target: cute.Pointer | None  # and dQ^T
     acc_dK: cute.Tensor  # (64, D)
@@ -87,8 +87,8 @@ class NarrowBackward(NarrowDq):
     @property
     def smem_order(self) -> tuple[str, ...]:
         if split_rows(self.head_dim) or not self.staged_floats:  # the former 1 % faster so; the latter have no dQ
-            return "small", "K", "V", "Q", "dO", "dS", "dQ"
-        return "K", "Q", "V", "dO", "dS", "small", "dQ"
+            return "small", "sK", "sV", "sQ", "sdO", "sdS", "sdQ"
+        return "sK", "sQ", "sV", "sdO", "sdS", "small", "sdQ"
 
     def pipelines(self, barriers: MbarrierAllocator) -> NarrowPipelines:
         warps, with_dq = 4 * self.warp_groups, int(self.want_dq)
@@ -157,9 +157,9 @@ class NarrowBackward(NarrowDq):
             for e in cutlass.range_constexpr(cute.size(x.acc_dK)):
                 x.acc_dK[e] = x.acc_dK[e] * scale
         if const_expr(self.want_dq and self.want_dv):
-            self.containment.mark_keys(x.acc_dV, s.V, self.first_row(warp_id))
+            self.containment.mark_keys(x.acc_dV, s.sV, self.first_row(warp_id))
         end = destination(s)
-        dK, dV = (x.acc_dK, g.dk, 0), (x.acc_dV, g.dv, 1)
+        dK, dV = (x.acc_dK, g.mdK, 0), (x.acc_dV, g.mdV, 1)
         results = ((dK,) if self.want_dk else ()) + ((dV,) if self.want_dv else ())
         self.store_keys(results, g.partials, end, self.first_row(warp_id))
 
@@ -173,29 +173,29 @@ class NarrowBackward(NarrowDq):
     def operands(self, s: Shared, warp_id: Int32) -> Operands:
         D, M, N, whole = self.head_dim, self.tile_m, self.tile_n, self.tile_m // 16
         wg, tid, _ = self.warp_group(warp_id)
-        sK = s.K  # K's first D columns
+        sK = s.sK  # K's first D columns
         if self.k_columns != D:
             layout = cute.tile_to_shape(self.row_atom(self.k_columns, D), (N, D), (0, 1))
-            sK = cute.make_tensor(s.K.iterator, layout.outer)
+            sK = cute.make_tensor(s.sK.iterator, layout.outer)
         column_tile, rows_tile = (0, wg) if split_rows(D) else (wg, 0)
         mma_S, mma_dKV, mma_dQ = self.mma_S(), self.mma_dKV(self.head_dim), self.mma_dQ()
         thr_S, thr_dKV, thr_dQ = mma_S.get_slice(0), mma_dKV.get_slice(0), mma_dQ.get_slice(0)
-        sKt = cute.local_tile(self.transposed(s.K), (64, N), (column_tile, 0))
-        sdS = cute.local_tile(s.dS, (self.dq_rows, N), (rows_tile, 0, None))
-        dS_target = cute.local_tile(self.transposed(s.dS), (64, M), (wg, 0, None))
+        sKt = cute.local_tile(self.transposed(s.sK), (64, N), (column_tile, 0))
+        sdS = cute.local_tile(s.sdS, (self.dq_rows, N), (rows_tile, 0, None))
+        dS_target = cute.local_tile(self.transposed(s.sdS), (64, M), (wg, 0, None))
         acc_dK, acc_dV = [cute.make_rmem_tensor(mma_dKV.partition_shape_C((64, D)), Float32) for _ in range(2)]
         return Operands(
-            K=mma_S.make_fragment_A(thr_S.partition_A(cute.local_tile(sK, (64, D), (wg, 0)))),
-            V=mma_S.make_fragment_A(thr_S.partition_A(cute.local_tile(s.V, (64, D), (wg, 0)))),
+            tSrK=mma_S.make_fragment_A(thr_S.partition_A(cute.local_tile(sK, (64, D), (wg, 0)))),
+            tdPrV=mma_S.make_fragment_A(thr_S.partition_A(cute.local_tile(s.sV, (64, D), (wg, 0)))),
             whole=self.score_operands(s, 0, whole),
             first_rows=self.score_operands(s, 0, self.part),
             last_rows=self.score_operands(s, whole - self.part, whole),
             mma_dKV=mma_dKV,
             mma_dQ=mma_dQ,
-            Qt=mma_dKV.make_fragment_B(thr_dKV.partition_B(self.transposed(s.Q))),
-            dOt=mma_dKV.make_fragment_B(thr_dKV.partition_B(self.transposed(s.dO))),
-            Kt=mma_dQ.make_fragment_A(thr_dQ.partition_A(sKt)),
-            dS=mma_dQ.make_fragment_B(thr_dQ.partition_B(sdS)),
+            tdKrQ=mma_dKV.make_fragment_B(thr_dKV.partition_B(self.transposed(s.sQ))),
+            tdVrdO=mma_dKV.make_fragment_B(thr_dKV.partition_B(self.transposed(s.sdO))),
+            tdQrK=mma_dQ.make_fragment_A(thr_dQ.partition_A(sKt)),
+            tdQrdS=mma_dQ.make_fragment_B(thr_dQ.partition_B(sdS)),
             dS_target=self.copy_of_dS().get_slice(tid).partition_D(dS_target),
             dQ_target=None,
             acc_dK=acc_dK,
@@ -206,7 +206,7 @@ class NarrowBackward(NarrowDq):
         """The operands of the sixteens of rows [begin, end) of each block."""
         rows = 16 * (end - begin)
         mma = self.mma_of_rows(rows)
-        thr, sQ, sdO = mma.get_slice(0), s.Q, s.dO
+        thr, sQ, sdO = mma.get_slice(0), s.sQ, s.sdO
         if rows < self.tile_m:
             tiler = tuple(cute.make_layout(n) for n in (rows, self.head_dim, self.stages))
             sQ, sdO = (cute.composition(cute.domain_offset((16 * begin, 0, 0), x), tiler) for x in (sQ, sdO))
@@ -217,7 +217,7 @@ class NarrowBackward(NarrowDq):
         """The operands that are set up after the wait for keys. Only their place in the machine code differs."""
         dQ_target = None
         if self.want_dq:
-            dQ_target = s.dQ.iterator + (warp_id * self.dq_warp_floats + cute.arch.lane_idx() * 4)
+            dQ_target = s.sdQ.iterator + (warp_id * self.dq_warp_floats + cute.arch.lane_idx() * 4)
         whole, first_rows, last_rows = (
             rows._replace(stats=Statistics.of(s.stats, s.stat_keys, 16 * rows.begin, 16 * (rows.end - rows.begin)))
             for rows in (x.whole, x.first_rows, x.last_rows)
@@ -316,7 +316,7 @@ class NarrowBackward(NarrowDq):
         # (1) S^T = K Q^T - lse / scale
         if not self.windowed:  # else `walk_table` has waited
             p.Q.consumer_wait(stage)
-        gemm(rows.mma, acc_S, x.K, rows.Q[None, None, None, stage.index], zero_init=True, addends=lse)
+        gemm(rows.mma, acc_S, x.tSrK, rows.tSrQ[None, None, None, stage.index], zero_init=True, addends=lse)
         # (2) dP^T = V dO^T - dpsum
         if beside_S:
             self.issue_dP(p, x, step, acc_dP)
@@ -325,8 +325,8 @@ class NarrowBackward(NarrowDq):
         warpgroup.wait_group(1 if self.want_dp and beside_S else 0)
 
         # P^T beside (2), then dS^T
-        tP, slope = self.to_P(acc_S, s, x, step)
-        tdS = self.dKV_operand(2 * size)
+        tdVrP, slope = self.to_P(acc_S, s, x, step)
+        tdKrdS = self.dKV_operand(2 * size)
         self.compiler_fence(p)  # keeps the exponentials before the wait for dP^T
         if not beside_S:
             self.issue_dP(p, x, step, acc_dP)
@@ -337,21 +337,25 @@ class NarrowBackward(NarrowDq):
                 dP[e] = acc_dP[e]
         self.contain_block(s, x, step, dP)
         if not self.capped:
-            round_to(acc_S, tP)
+            round_to(acc_S, tdVrP)
         if self.want_dp:
             for e in range(size):
                 acc_dP[e] = (acc_S[e] if slope is None else slope_of(slope, e)) * dP[e]
-            round_to(acc_dP, tdS)
+            round_to(acc_dP, tdKrdS)
         if self.want_dq:
-            self.write_dS(p, x, tdS, own, rows.begin)
+            self.write_dS(p, x, tdKrdS, own, rows.begin)
         else:
             self.compiler_fence(p)  # keeps dS before the issue of dV: behind it there are not the registers
 
         # (3) dV += P^T dO
         if early_dK:
-            gemm(mma_dKV, x.acc_dK, tdS, x.Qt[None, None, None, stage.index], zero_init=False, k_offset=rows.begin)
+            gemm(
+                mma_dKV, x.acc_dK, tdKrdS, x.tdKrQ[None, None, None, stage.index], zero_init=False, k_offset=rows.begin
+            )
         if self.want_dv:
-            gemm(mma_dKV, x.acc_dV, tP, x.dOt[None, None, None, stage.index], zero_init=False, k_offset=rows.begin)
+            gemm(
+                mma_dKV, x.acc_dV, tdVrP, x.tdVrdO[None, None, None, stage.index], zero_init=False, k_offset=rows.begin
+            )
         # (4) dQ^T = K^T dS^T of the step before, whose dS `write_dS` has waited for; in the first step, of whatever is
         # in the buffer
         if self.want_dq:
@@ -360,7 +364,9 @@ class NarrowBackward(NarrowDq):
             p.dO.consumer_release(stage)
         # (5) dK += dS^T Q
         if self.want_dk and not early_dK:
-            gemm(mma_dKV, x.acc_dK, tdS, x.Qt[None, None, None, stage.index], zero_init=False, k_offset=rows.begin)
+            gemm(
+                mma_dKV, x.acc_dK, tdKrdS, x.tdKrQ[None, None, None, stage.index], zero_init=False, k_offset=rows.begin
+            )
         warpgroup.wait_group(1 if self.want_dk else 0)  # dQ, or dV where there is none
         if self.want_dq:
             self.finish_previous_dq(p, x, acc_dQ, own)
@@ -374,8 +380,8 @@ class NarrowBackward(NarrowDq):
         rows, stage = step.rows, step.stage
         p.dO.consumer_wait(stage)
         if self.want_dp:
-            dO, dpsum = rows.dO[None, None, None, stage.index], rows.stats.dpsum(stage.index)
-            gemm(rows.mma, acc_dP, x.V, dO, zero_init=True, addends=[dpsum])
+            dO, dpsum = rows.tdPrdO[None, None, None, stage.index], rows.stats.dpsum(stage.index)
+            gemm(rows.mma, acc_dP, x.tdPrV, dO, zero_init=True, addends=[dpsum])
 
     def to_P(self, acc_S: cute.Tensor, s: Shared, x: Operands, step: Step) -> tuple[cute.Tensor, cute.Tensor | None]:
         """Turn S^T into P^T. Returns the operand of dV and, with a cap, the slope: P * (1 - tanh^2).
@@ -383,17 +389,17 @@ class NarrowBackward(NarrowDq):
         Without a cap P^T takes the place of S^T, and the operand is still to be filled.
         """
         first, rows = 16 * step.rows.begin, 2 * cute.size(acc_S)
-        tP = self.dKV_operand(rows)
+        tdVrP = self.dKV_operand(rows)
         if not self.capped:
             apply_mask(acc_S, step.m0 + first, step.mask, self.windowed)
             for e in range(cute.size(acc_S)):
                 acc_S[e] = cute.math.exp2(acc_S[e] * x.scale_log2, fastmath=True)
-            return tP, None
+            return tdVrP, None
         slope = self.dKV_operand(rows) if self.want_dp else None
         to_tanh(acc_S, x.cap)
         apply_mask(acc_S, step.m0 + first, step.mask, self.windowed)
-        to_probabilities(acc_S, tP, slope, s.stats, first, step.stage.index, x.cap, self.dtype)
-        return tP, slope
+        to_probabilities(acc_S, tdVrP, slope, s.stats, first, step.stage.index, x.cap, self.dtype)
+        return tdVrP, slope
 
     def skip_block(self, s: Shared, p: NarrowPipelines, x: Operands, step: Step) -> None:
         """A step whose rows see no key of this warp group: only (4) is made. See `block`."""
@@ -447,16 +453,16 @@ class NarrowBackward(NarrowDq):
             remove_from=("Q", "dO"),
         )
 
-    def write_dS(self, p: NarrowPipelines, x: Operands, tdS: cute.Tensor | None, it: Int32, begin: int = 0) -> None:
+    def write_dS(self, p: NarrowPipelines, x: Operands, tdKrdS: cute.Tensor | None, it: Int32, begin: int = 0) -> None:
         """dS^T of step `it` to shared memory, once no warp reads dS of step `it` - 2 there.
 
-        tdS: of rows from the sixteen `begin` on, None for no rows; of the others it is 0.
+        tdKrdS: of rows from the sixteen `begin` on, None for no rows; of the others it is 0.
         """
         p.dS.wait_previous(it)
         source = cute.make_rmem_tensor(self.mma_S().partition_shape_C((64, self.tile_m)), self.dtype)
-        first, size = 8 * begin, cute.size(tdS) if tdS is not None else 0
+        first, size = 8 * begin, cute.size(tdKrdS) if tdKrdS is not None else 0
         for e in range(cute.size(source)):
-            source[e] = tdS[e - first] if 0 <= e - first < size else self.dtype(0.0)
+            source[e] = tdKrdS[e - first] if 0 <= e - first < size else self.dtype(0.0)
         copy, target = self.copy_of_dS(), x.dS_target[None, None, None, it % self.buffers]
         cute.copy(copy, copy.get_slice(cute.arch.thread_idx()[0] % 128).retile(source), target)
         cute.arch.fence_view_async_shared()
@@ -464,7 +470,7 @@ class NarrowBackward(NarrowDq):
     def issue_dq(self, x: Operands, it: Int32) -> cute.Tensor:
         """Issue dQ^T of the step whose dS is in the buffer of step `it`: `it` itself, or `it` - 2."""
         acc_dQ = cute.make_rmem_tensor(x.mma_dQ.partition_shape_C((64, self.dq_rows)), Float32)
-        gemm(x.mma_dQ, acc_dQ, x.Kt, x.dS[None, None, None, it % self.buffers], zero_init=True)
+        gemm(x.mma_dQ, acc_dQ, x.tdQrK, x.tdQrdS[None, None, None, it % self.buffers], zero_init=True)
         return acc_dQ
 
     def finish_last_dq(self, p: NarrowPipelines, x: Operands, it: Int32) -> None:

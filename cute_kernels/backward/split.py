@@ -81,9 +81,9 @@ class SplitDq(NamedTuple):
     """A warp group's part of dQ^T: two tiles of 64 columns, one after the other."""
 
     mma: cute.TiledMma
-    Kt: cute.Tensor  # (MMA, 1, N/16), of the first tile
-    second_Kt: cute.Tensor
-    dS: cute.Tensor  # (MMA, 1, N/16, buffers)
+    tdQrK: cute.Tensor  # (MMA, 1, N/16), of the first tile
+    tdQrK_second: cute.Tensor
+    tdQrdS: cute.Tensor  # (MMA, 1, N/16, buffers)
     acc: cute.Tensor  # (64, rows)
     target: cute.Pointer  # this thread's first element in block 0 of dq_acc
 
@@ -93,9 +93,9 @@ class SplitProducer(Producer):
 
     def load_keys(self, loads: Loads, s: Shared, p: SplitPipelines, item: Item) -> None:
         first = item.key, self.kernel.rank() * self.kernel.head_dim
-        self.load_tile(loads.K, item.kv_head, first, s.K, self.kernel.head_dim, p.K)
+        self.load_tile(loads.K, item.kv_head, first, s.sK, self.kernel.head_dim, p.K)
         if self.kernel.want_dp:
-            self.load_tile(loads.V, item.kv_head, first, s.V, self.kernel.head_dim, p.V)
+            self.load_tile(loads.V, item.kv_head, first, s.sV, self.kernel.head_dim, p.V)
 
     def load_rows(
         self,
@@ -173,7 +173,7 @@ class SplitBackward(WideBackward):
 
     @property
     def smem_order(self) -> tuple[str, ...]:
-        return "K", "V", "Q", "dO", "dS", "small", "dQ"
+        return "sK", "sV", "sQ", "sdO", "sdS", "small", "sdQ"
 
     def pipelines(self, barriers: MbarrierAllocator) -> SplitPipelines:
         K, V = self.key_signals(barriers)
@@ -199,7 +199,7 @@ class SplitBackward(WideBackward):
         pipe, peer = (p.parts_S, p.parts_dP)[which], 1 - self.rank()
         stage, tid, chunks = pipe.stage(it), cute.arch.thread_idx()[0] % 128, cute.size(acc) // 4
         # As it lies in registers: a thread reads what the same thread of the other CTA has sent.
-        own = (s.dQ.iterator + (which * (self.tile_n * self.tile_m) + tid * 4)).align(16)
+        own = (s.sdQ.iterator + (which * (self.tile_n * self.tile_m) + tid * 4)).align(16)
         pipe.expect(stage, 16 * chunks * 32)
         pipe.producer_acquire(stage)
         for c in range(chunks):
@@ -218,17 +218,17 @@ class SplitBackward(WideBackward):
         mma = self.mma_dQ(self.tile_m)
         thr = mma.get_slice(0)
         Kt, second_Kt = [
-            mma.make_fragment_A(thr.partition_A(cute.local_tile(self.transposed(s.K), (64, N), (first + j, 0))))
+            mma.make_fragment_A(thr.partition_A(cute.local_tile(self.transposed(s.sK), (64, N), (first + j, 0))))
             for j in range(2)
         ]
         column_tile = self.rank() * (self.head_dim // 64) + first
         return SplitDq(
             mma=mma,
-            Kt=Kt,
-            second_Kt=second_Kt,
-            dS=mma.make_fragment_B(thr.partition_B(s.dS)),
+            tdQrK=Kt,
+            tdQrK_second=second_Kt,
+            tdQrdS=mma.make_fragment_B(thr.partition_B(s.sdS)),
             acc=cute.make_rmem_tensor(mma.partition_shape_C((64, self.tile_m)), Float32),
-            target=g.dq_acc.iterator + (column_tile * 128 + tid) * 4,  # of a block: [chunk of 8 rows][thread][4]
+            target=g.mdQ_acc.iterator + (column_tile * 128 + tid) * 4,  # of a block: [chunk of 8 rows][thread][4]
         )
 
     def issue_peer_dq(self, p: SplitPipelines, x: Operands, it: Int32) -> None:
@@ -240,7 +240,7 @@ class SplitBackward(WideBackward):
             p.dq_order.granted.wait(it)
         target = self.dq_block(x.dq.target, g.stats.shape[1], *block)
         self.add_chunks(x.dq.acc, target)
-        gemm(x.dq.mma, x.dq.acc, x.dq.second_Kt, x.dq.dS[None, None, None, self.own_dS(it)], zero_init=True)
+        gemm(x.dq.mma, x.dq.acc, x.dq.tdQrK_second, x.dq.tdQrdS[None, None, None, self.own_dS(it)], zero_init=True)
         warpgroup.wait_group(0)
         self.add_chunks(x.dq.acc, target + 512)
         if self.deterministic:
@@ -261,14 +261,14 @@ class SplitBackward(WideBackward):
         """Both CTAs learn which keys `contain_keys` has marked in V of either, and whether it has removed anything."""
         tid, lane, marks = cute.arch.thread_idx()[0] - 128, cute.arch.lane_idx(), p.marks
         peer = 1 - self.rank()  # here: in the branch below lanes would wait for lanes that are not in it
-        received = s.dQ.iterator + 2 * self.tile_n * self.tile_m
+        received = s.sdQ.iterator + 2 * self.tile_n * self.tile_m
         if tid < 32:
             with cute.arch.elect_one():
                 marks.full.expect(0, 4 * MARKS)
             if lane <= self.tile_n // 4:
                 found = cutlass.select_(unmasked_begin == ALL_MASKED, Float32(1.0), Float32(0.0))
                 key = cutlass.max(lane - 1, 0) * 4
-                values = [cutlass.select_(lane > 0, Float32(s.V[key + j, 0]), found) for j in range(4)]
+                values = [cutlass.select_(lane > 0, Float32(s.sV[key + j, 0]), found) for j in range(4)]
                 send_to_cta((received + lane * 4).align(16), marks.full[0], peer, *values)
         marks.wait(0)
         flag = cute.make_rmem_tensor(4, Float32)
@@ -284,7 +284,7 @@ class SplitBackward(WideBackward):
                 )
                 for j in cutlass.range_constexpr(4):
                     if (tid % 4 == j) & (quad[j] != quad[j]):
-                        s.V[tid, 0] = self.dtype(quad[j])
+                        s.sV[tid, 0] = self.dtype(quad[j])
             cute.arch.fence_view_async_shared()
             cute.arch.barrier(barrier_id=NamedBarrier.MMA_WARPS, number_of_threads=threads)
         return cute.arch.make_warp_uniform(unmasked_begin)  # which the compiler cannot know

@@ -85,9 +85,9 @@ class DqOperands(NamedTuple):
     """A warp group's part of dQ^T: a tile of 64 columns, over all rows of a block or one half of them."""
 
     mma: cute.TiledMma
-    Kt: cute.Tensor  # (MMA, 1, N/16)
-    peer_Kt: cute.Tensor  # (MMA, 1, N/16)
-    dS: cute.Tensor  # (MMA, 1, N/16, buffers)
+    tdQrK: cute.Tensor  # (MMA, 1, N/16)
+    tdQrK_peer: cute.Tensor  # (MMA, 1, N/16)
+    tdQrdS: cute.Tensor  # (MMA, 1, N/16, buffers)
     acc: cute.Tensor  # (64, rows)
     target: cute.Pointer  # this thread's first element in block 0 of dq_acc
 
@@ -98,14 +98,14 @@ class Operands(NamedTuple):
     mma_S: cute.TiledMma
     mma_dK: cute.TiledMma
     mma_dV: cute.TiledMma
-    K: cute.Tensor  # (MMA, 1, D/16), of S^T
-    V: cute.Tensor  # (MMA, 1, Dv/16), of dP^T
-    Q: cute.Tensor  # (MMA, 1, D/16, stages), of S^T
-    dO: cute.Tensor  # (MMA, 1, Dv/16, do_stages), of dP^T
-    Qt: cute.Tensor  # (MMA, 1, M/16, stages), of dK
-    dOt: cute.Tensor  # (MMA, 1, M/16, do_stages), of dV
+    tSrK: cute.Tensor  # (MMA, 1, D/16), of S^T
+    tdPrV: cute.Tensor  # (MMA, 1, Dv/16), of dP^T
+    tSrQ: cute.Tensor  # (MMA, 1, D/16, stages), of S^T
+    tdPrdO: cute.Tensor  # (MMA, 1, Dv/16, do_stages), of dP^T
+    tdKrQ: cute.Tensor  # (MMA, 1, M/16, stages), of dK
+    tdVrdO: cute.Tensor  # (MMA, 1, M/16, do_stages), of dV
     stats: Statistics
-    P: cute.Tensor  # (8, M/16): this thread's part of P^T
+    sP: cute.Tensor  # (8, M/16): this thread's part of P^T
     dS_target: cute.Tensor  # where this thread writes dS^T (with `copy_of_dS`), of each buffer
     acc: cute.Tensor | None = None  # (64, Dv) dV, or (64, D) dK
     scale_log2: Float32 | None = None
@@ -157,7 +157,7 @@ class WideBackward(BackwardFrame):
 
     @property
     def smem_order(self) -> tuple[str, ...]:
-        return "K", "V", "Q", "dO", "dS", "small", "peer_K"
+        return "sK", "sV", "sQ", "sdO", "sdS", "small", "sK_peer"
 
     def pipelines(self, barriers: MbarrierAllocator) -> WidePipelines:
         K, V = self.key_signals(barriers)
@@ -248,7 +248,7 @@ class WideBackward(BackwardFrame):
             bar = p.peer_dS.full[p.peer_dS.stage(it).index]
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(bar, num_bytes)
-                source, target = (s.dS[None, None, i].iterator for i in (self.own_dS(it), self.peer_dS(it)))
+                source, target = (s.sdS[None, None, i].iterator for i in (self.own_dS(it), self.peer_dS(it)))
                 copy_to_peer(target, source, bar, num_bytes, peer)
 
     # ---------------------------------------------------------------- MMA warp groups
@@ -280,13 +280,13 @@ class WideBackward(BackwardFrame):
         if wg == 0:
             if const_expr(self.want_dv):
                 if const_expr(self.want_dq):
-                    self.containment.mark_keys(acc_dV, s.V, row)
-                self.store_keys(((acc_dV, g.dv, 1),), g.partials, end, row, first_partial)
+                    self.containment.mark_keys(acc_dV, s.sV, row)
+                self.store_keys(((acc_dV, g.mdV, 1),), g.partials, end, row, first_partial)
         else:
             if const_expr(self.want_dk):
                 for e in cutlass.range_constexpr(cute.size(acc)):
                     acc[e] = acc[e] * scale
-                self.store_keys(((acc, g.dk, 0),), g.partials, end, row, first_partial)
+                self.store_keys(((acc, g.mdK, 0),), g.partials, end, row, first_partial)
 
     def of_values(self, x: Operands, acc: cute.Tensor) -> cute.Tensor:
         """The registers of dV, among the registers for dV or dK."""
@@ -301,20 +301,20 @@ class WideBackward(BackwardFrame):
             mma_S=mma_S,
             mma_dK=mma_dK,
             mma_dV=mma_dV,
-            K=mma_S.make_fragment_A(thr_S.partition_A(s.K)),
-            V=mma_S.make_fragment_A(thr_S.partition_A(s.V)),
-            Q=mma_S.make_fragment_B(thr_S.partition_B(s.Q)),
-            dO=mma_S.make_fragment_B(thr_S.partition_B(s.dO)),
-            Qt=mma_dK.make_fragment_B(thr_dK.partition_B(self.transposed(s.Q))),
-            dOt=mma_dV.make_fragment_B(thr_dV.partition_B(self.transposed(s.dO))),
+            tSrK=mma_S.make_fragment_A(thr_S.partition_A(s.sK)),
+            tdPrV=mma_S.make_fragment_A(thr_S.partition_A(s.sV)),
+            tSrQ=mma_S.make_fragment_B(thr_S.partition_B(s.sQ)),
+            tdPrdO=mma_S.make_fragment_B(thr_S.partition_B(s.sdO)),
+            tdKrQ=mma_dK.make_fragment_B(thr_dK.partition_B(self.transposed(s.sQ))),
+            tdVrdO=mma_dV.make_fragment_B(thr_dV.partition_B(self.transposed(s.sdO))),
             stats=Statistics.of(s.stats, s.stat_keys, 0, self.tile_m),
-            dS_target=self.copy_of_dS().get_slice(tid).partition_D(self.transposed(s.dS)),
-            P=self.P_of_thread(s, tid),
+            dS_target=self.copy_of_dS().get_slice(tid).partition_D(self.transposed(s.sdS)),
+            sP=self.P_of_thread(s, tid),
         )
 
     def P_of_thread(self, s: Shared, tid: Int32) -> cute.Tensor:
         """P^T passes from a thread to the same thread of the other warp group: any order of elements serves."""
-        first = cute.recast_ptr(s.dS[None, None, 0].iterator, cute.make_swizzle(0, 4, 3)) + tid * 8
+        first = cute.recast_ptr(s.sdS[None, None, 0].iterator, cute.make_swizzle(0, 4, 3)) + tid * 8
         return cute.make_tensor(first, cute.make_layout((8, self.tile_m // 16), stride=(1, 1024)))
 
     def dq_operands(self, g: Global, s: Shared, wg: int, tid: Int32) -> DqOperands:
@@ -324,15 +324,15 @@ class WideBackward(BackwardFrame):
         thr = mma.get_slice(0)
         column_tile, rows_tile = (1, rank) if shared else (2 * rank + wg, 0)
         peer_tile = column_tile - rank * ((D - self.peer_columns) // 64)  # among the columns in peer_K
-        sKt = cute.local_tile(self.transposed(s.K), (64, N), (column_tile, 0))
-        peer_sKt = cute.local_tile(self.transposed(s.peer_K), (64, N), (peer_tile, 0))
-        sdS = cute.local_tile(s.dS, (rows, N), (rows_tile, 0, None))
-        first_row = g.dq_acc.iterator + rows_tile * (rows * D)  # of the block: [chunk of 8 rows][thread][4]
+        sKt = cute.local_tile(self.transposed(s.sK), (64, N), (column_tile, 0))
+        peer_sKt = cute.local_tile(self.transposed(s.sK_peer), (64, N), (peer_tile, 0))
+        sdS = cute.local_tile(s.sdS, (rows, N), (rows_tile, 0, None))
+        first_row = g.mdQ_acc.iterator + rows_tile * (rows * D)  # of the block: [chunk of 8 rows][thread][4]
         return DqOperands(
             mma=mma,
-            Kt=mma.make_fragment_A(thr.partition_A(sKt)),
-            peer_Kt=mma.make_fragment_A(thr.partition_A(peer_sKt)),
-            dS=mma.make_fragment_B(thr.partition_B(sdS)),
+            tdQrK=mma.make_fragment_A(thr.partition_A(sKt)),
+            tdQrK_peer=mma.make_fragment_A(thr.partition_A(peer_sKt)),
+            tdQrdS=mma.make_fragment_B(thr.partition_B(sdS)),
             acc=cute.make_rmem_tensor(mma.partition_shape_C((64, rows)), Float32),
             target=first_row + (column_tile * 128 + tid) * 4,
         )
@@ -379,15 +379,15 @@ class WideBackward(BackwardFrame):
         # (1) S^T = K Q^T - lse / scale
         acc_S = cute.make_rmem_tensor(x.mma_S.partition_shape_C((64, self.tile_m)), Float32)
         lse = [] if self.capped else [x.stats.lse(stage.index)]
-        gemm(x.mma_S, acc_S, x.K, x.Q[None, None, None, stage.index], zero_init=True, addends=lse)
+        gemm(x.mma_S, acc_S, x.tSrK, x.tSrQ[None, None, None, stage.index], zero_init=True, addends=lse)
         warpgroup.wait_group(0)
         self.complete(acc_S, s, p, it, 0)
-        tP, passed = self.to_P(acc_S, s, x, step)
+        tdVrP, passed = self.to_P(acc_S, s, x, step)
         if self.want_dp:
             if previous is not None:  # then the other warp group has read P of the step before
                 p.dS.wait(it - 1)
             for c in range(self.tile_m // 16):
-                cute.autovec_copy(part(passed, 8 * c, 8), x.P[None, c])
+                cute.autovec_copy(part(passed, 8 * c, 8), x.sP[None, c])
             p.P.arrive(it)
         # (4) dQ^T = K^T dS^T of the step before
         if with_dq:
@@ -399,7 +399,7 @@ class WideBackward(BackwardFrame):
         p.Q.consumer_release(stage)
         # (3) dV += P^T dO
         if self.want_dv:
-            gemm(x.mma_dV, x.acc, tP, x.dOt[None, None, None, do_stage.index], zero_init=False)
+            gemm(x.mma_dV, x.acc, tdVrP, x.tdVrdO[None, None, None, do_stage.index], zero_init=False)
         if with_dq:
             warpgroup.wait_group(1 if self.want_dv else 0)
             self.add_dq(g, p, x, it - 1, previous)
@@ -410,19 +410,19 @@ class WideBackward(BackwardFrame):
         """Turn S^T into P^T, the operand of dV. Returns it and what the other warp group gets for dS: P too or, with
         a cap, the slope P * (1 - tanh^2)."""
         shape = x.mma_dV.partition_shape_A((64, self.tile_m))
-        tP = cute.make_rmem_tensor(shape, self.dtype)
+        tdVrP = cute.make_rmem_tensor(shape, self.dtype)
         if self.capped:
             to_tanh(acc_S, x.cap)
         apply_mask(acc_S, step.m_block * self.tile_m, step.mask, self.windowed)
         if self.capped:
             slope = cute.make_rmem_tensor(shape, self.dtype) if self.want_dp else None
-            to_probabilities(acc_S, tP, slope, s.stats, 0, step.stage.index, x.cap, self.dtype)
-            return tP, slope
+            to_probabilities(acc_S, tdVrP, slope, s.stats, 0, step.stage.index, x.cap, self.dtype)
+            return tdVrP, slope
         for c in range(self.tile_m // 16):  # 16 query rows at a time
             for e in range(8 * c, 8 * c + 8):
                 acc_S[e] = cute.math.exp2(acc_S[e] * x.scale_log2, fastmath=True)
-            round_to(part(acc_S, 8 * c, 8), part(tP, 8 * c, 8))
-        return tP, tP
+            round_to(part(acc_S, 8 * c, 8), part(tdVrP, 8 * c, 8))
+        return tdVrP, tdVrP
 
     def keys_step(self, g: Global, s: Shared, p: WidePipelines, x: Operands, step: Step) -> None:
         """dP, dS and dK of a step; dQ of the step before. No product is in flight at either end."""
@@ -433,8 +433,8 @@ class WideBackward(BackwardFrame):
         # (2) dP^T = V dO^T - dpsum
         if self.want_dp:
             acc_dP = cute.make_rmem_tensor(x.mma_S.partition_shape_C((64, self.tile_m)), Float32)
-            dO, addends = x.dO[None, None, None, do_stage.index], [x.stats.dpsum(stage.index)]
-            gemm(x.mma_S, acc_dP, x.V, dO, zero_init=True, addends=addends)
+            dO, addends = x.tdPrdO[None, None, None, do_stage.index], [x.stats.dpsum(stage.index)]
+            gemm(x.mma_S, acc_dP, x.tdPrV, dO, zero_init=True, addends=addends)
         # (4) dQ^T = K^T dS^T of the step before
         if with_dq:
             p.dS.wait(it - 1)
@@ -447,21 +447,21 @@ class WideBackward(BackwardFrame):
             # The other warp group may still read Q for S, where such a row's P is infinite or 0.
             remove_from = ("Q",) if self.want_dk else ()
             self.containment.keep_apart(s, step.with_m0(self.tile_m), acc_dP=acc_dP, remove_from=remove_from, wg=1)
-            tdS = cute.make_rmem_tensor(x.mma_dK.partition_shape_A((64, self.tile_m)), self.dtype)
+            tdKrdS = cute.make_rmem_tensor(x.mma_dK.partition_shape_A((64, self.tile_m)), self.dtype)
             for c in range(self.tile_m // 16):
                 ds, prob = cute.make_rmem_tensor(8, Float32), cute.make_rmem_tensor(8, self.dtype)
-                cute.autovec_copy(x.P[None, c], prob)
+                cute.autovec_copy(x.sP[None, c], prob)
                 for e in range(8):
                     ds[e] = Float32(prob[e]) * acc_dP[8 * c + e]
-                round_to(ds, part(tdS, 8 * c, 8))
+                round_to(ds, part(tdKrdS, 8 * c, 8))
             if self.want_dq:
-                self.write_dS(x, tdS, acc_dP.shape, it)
+                self.write_dS(x, tdKrdS, acc_dP.shape, it)
             p.dS.arrive(it)
         if with_dq:
             self.issue_peer_dq(p, x, it - 1)
         # (5) dK += dS^T Q
         if self.want_dk:
-            gemm(x.mma_dK, x.acc, tdS, x.Qt[None, None, None, stage.index], zero_init=False)
+            gemm(x.mma_dK, x.acc, tdKrdS, x.tdKrQ[None, None, None, stage.index], zero_init=False)
         if with_dq:
             warpgroup.wait_group(1 if self.want_dk else 0)
             self.add_dq(g, p, x, it - 1, previous)
@@ -472,21 +472,21 @@ class WideBackward(BackwardFrame):
     def complete(self, acc: cute.Tensor, s: Shared, p: WidePipelines, it: Int32, which: int) -> None:
         """Add what other CTAs have of S^T (0) or dP^T (1) of step `it`."""
 
-    def write_dS(self, x: Operands, tdS: cute.Tensor, shape: cute.Shape, it: Int32) -> None:
+    def write_dS(self, x: Operands, tdKrdS: cute.Tensor, shape: cute.Shape, it: Int32) -> None:
         """dS^T of step `it` (of an accumulator's shape) to shared memory, for products and the exchange."""
         copy, tid = self.copy_of_dS(), cute.arch.thread_idx()[0] % 128
-        source = cute.make_tensor(tdS.iterator, cute.make_layout(shape))
+        source = cute.make_tensor(tdKrdS.iterator, cute.make_layout(shape))
         cute.copy(copy, copy.get_slice(tid).retile(source), x.dS_target[None, None, None, self.own_dS(it)])
         cute.arch.fence_view_async_shared()
 
     def issue_own_dq(self, x: Operands, it: Int32) -> None:
         """Issue this warp group's part of dQ^T of step `it` over this CTA's keys, whose dS is there."""
-        gemm(x.dq.mma, x.dq.acc, x.dq.Kt, x.dq.dS[None, None, None, self.own_dS(it)], zero_init=True)
+        gemm(x.dq.mma, x.dq.acc, x.dq.tdQrK, x.dq.tdQrdS[None, None, None, self.own_dS(it)], zero_init=True)
 
     def issue_peer_dq(self, p: WidePipelines, x: Operands, it: Int32) -> None:
         """Issue this warp group's part of dQ^T of step `it` over the other CTA's keys, once their dS is there."""
         p.peer_dS.wait(it)
-        gemm(x.dq.mma, x.dq.acc, x.dq.peer_Kt, x.dq.dS[None, None, None, self.peer_dS(it)], zero_init=False)
+        gemm(x.dq.mma, x.dq.acc, x.dq.tdQrK_peer, x.dq.tdQrdS[None, None, None, self.peer_dS(it)], zero_init=False)
 
     def add_dq(self, g: Global, p: WidePipelines, x: Operands, it: Int32, block: tuple[Int32, Int32]) -> None:
         """Add dQ^T of step `it`, which is ready, to global memory; if deterministic once the predecessors have."""

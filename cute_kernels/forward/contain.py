@@ -64,8 +64,8 @@ class Containment:
     def is_broken(self, g: Global, part: Part, mask: Mask, first: Int32, first_chunk: Int32 | int) -> Boolean:
         """Whether V of the lane's key, of LANES keys from the block's `first` on, is not finite."""
         n, found = first + thread_here() % LANES, Int32(0)
-        key = cutlass.min(mask.key_row + n, g.v.shape[0] - 1)  # a block may reach past the last one
-        row = g.v[key, self.kv_head(g, part), None]
+        key = cutlass.min(mask.key_row + n, g.mV_rows.shape[0] - 1)  # a block may reach past the last one
+        row = g.mV_rows[key, self.kv_head(g, part), None]
         for c in cutlass.range(0, self.kernel.v_columns // 8, 1, unroll=1):
             chunk = cutlass.min(first_chunk + c, row.shape[0] // 8 - 1)  # columns past Dv are zeros
             values = cute.make_rmem_tensor(8, self.kernel.dtype)
@@ -78,7 +78,10 @@ class Containment:
         self, g: Global, part: Part, state: State, mask: Mask, key: Int32, first_chunk: Int32 | int
     ) -> None:
         """Add what is not finite in V of a key to the thread's rows of O that see the key."""
-        lane, row = thread_here() % LANES, g.v[cutlass.min(key, g.v.shape[0] - 1), self.kv_head(g, part), None]
+        lane, row = (
+            thread_here() % LANES,
+            g.mV_rows[cutlass.min(key, g.mV_rows.shape[0] - 1), self.kv_head(g, part), None],
+        )
         for r in cutlass.range_constexpr(2):
             if mask.sees(r, state.rows.token[r], key, state.bounds):
                 for c in cutlass.range_constexpr(self.kernel.v_columns // 8):

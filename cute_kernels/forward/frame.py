@@ -74,13 +74,13 @@ class Arguments(NamedTuple):
 class Global(NamedTuple):
     """Tensors in global memory, Q to O as coordinates for the copy engine; and numbers."""
 
-    Q: cute.Tensor  # ((packed_heads, T), D, first heads)
-    K: cute.Tensor  # (T, D, Hk)
-    V: cute.Tensor  # (T, Dv, Hk)
-    O: cute.Tensor  # ((packed_heads, T), Dv, first heads)
-    v: cute.Tensor  # (T, Hk, Dv)
-    pairs: cute.Tensor  # (T, H, Dv / 2), out as pairs of elements in 32 bits
-    lse: cute.Tensor  # (H, T)
+    mQ: cute.Tensor  # ((packed_heads, T), D, first heads)
+    mK: cute.Tensor  # (T, D, Hk)
+    mV: cute.Tensor  # (T, Dv, Hk)
+    mO: cute.Tensor  # ((packed_heads, T), Dv, first heads)
+    mV_rows: cute.Tensor  # (T, Hk, Dv)
+    mO_pairs: cute.Tensor  # (T, H, Dv / 2), out as pairs of elements in 32 bits
+    mLSE: cute.Tensor  # (H, T)
     work: cute.Tensor  # (n, fields)
     schedule: cute.Tensor  # (items, 2)
     bounds: cute.Tensor | PathBounds  # see Arguments
@@ -161,9 +161,9 @@ class Handed(NamedTuple):
 class Shared(NamedTuple):
     """Shared memory."""
 
-    Q: cute.Tensor  # (64, D, q_places), and O in its first Dv columns
-    K: cute.Tensor  # (N, D, stages)
-    V: cute.Tensor  # (N, Dv, stages)
+    sQ: cute.Tensor  # (64, D, q_places), and O in its first Dv columns
+    sK: cute.Tensor  # (N, D, stages)
+    sV: cute.Tensor  # (N, Dv, stages)
     pipes: Pipelines
     item: cute.Tensor  # (item_fields, q_places) whose Q is there: the tile's fields, first head, the warp group's Walk
     recompute: cute.Tensor  # (1 + RECOMPUTE_WORDS) one past the last item to recompute; a bit for each of the cluster's

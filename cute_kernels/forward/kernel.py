@@ -93,10 +93,10 @@ class ForwardKernel(ForwardFrame):
         """The state before the first block of a tile, whose Q is in `place`."""
         mma_qk, mma_pv = self.mma_qk(), self.mma_pv()
         thr_pv = mma_pv.get_slice(0)
-        sVt = cute.make_tensor(s.V.iterator, cute.select(s.V.layout, mode=[1, 0, 2]))  # (Dv, N, stages)
+        sVt = cute.make_tensor(s.sV.iterator, cute.select(s.sV.layout, mode=[1, 0, 2]))  # (Dv, N, stages)
         rows = Rows(*[cute.make_rmem_tensor(2, t) for t in (Int32, Float32, Float32, Float32)])
-        tSrQ = self.operand_Q(mma_qk, s.Q, place)
-        tSrK = self.operand_K(mma_qk, s.K, wg)
+        tSrQ = self.operand_Q(mma_qk, s.sQ, place)
+        tSrK = self.operand_K(mma_qk, s.sK, wg)
         tOrP = self.operand_P(mma_pv, s)
         tOrV = mma_pv.make_fragment_B(thr_pv.partition_B(sVt))
         acc_O = cute.make_rmem_tensor(mma_pv.partition_shape_C((WG_ROWS, self.v_columns)), Float32)
@@ -104,7 +104,7 @@ class ForwardKernel(ForwardFrame):
             registers.fill(initial)
         scale_log2, cap_factor = self.scale(g) * math.log2(math.e), self.cap_factor(g)
         operands, of_scores = (tSrQ, tSrK, tOrP, tOrV), (g.bounds, scale_log2, cap_factor)
-        return State(*operands, acc_O, rows, s.V, s.pipes, *of_scores, wg, s.handed)
+        return State(*operands, acc_O, rows, s.sV, s.pipes, *of_scores, wg, s.handed)
 
     def operand_Q(self, mma_qk: cute.TiledMma, sQ: cute.Tensor, place: Int32) -> cute.Tensor:
         """`State.tSrQ`"""
@@ -175,7 +175,7 @@ class ForwardKernel(ForwardFrame):
         normalize(state.acc_O, state.rows.max, state.rows.sum, state.rows.scale, self.scale(g), sinks)
         if not self.fits(state, part):
             self.request_recompute(s.recompute, n)
-        self.store(state.acc_O, state.rows.scale, atoms.O, g, self.output_tile(s.Q[None, None, place]), part)
+        self.store(state.acc_O, state.rows.scale, atoms.O, g, self.output_tile(s.sQ[None, None, place]), part)
         return it
 
     def read_part(self, g: Global, s: Shared, place: Int32, thread: Thread) -> tuple[Part, Walk]:
@@ -227,14 +227,14 @@ class ForwardKernel(ForwardFrame):
         self.containment.contain(g, part, state, mask, blocks.own < 0, it)
         if begin + 1 < end:
             self.compiler_fence(K, K.next(it))
-        for i in cutlass.range(begin + 1, cutlass.min(blocks.masked, end), 1, unroll=1):
-            mask = tile.mask(i)
+        for n_block in cutlass.range(begin + 1, cutlass.min(blocks.masked, end), 1, unroll=1):
+            mask = tile.mask(n_block)
             takes_max = cutlass.min(mask.key_row + self.tile_n, mask.limit) > blocks.own
-            it = self.masked_block(state, mask, takes_max, i + 1 < end, it)
+            it = self.masked_block(state, mask, takes_max, n_block + 1 < end, it)
             self.clear_hidden(state, mask, it)
-            self.containment.contain(g, part, state, mask, (blocks.own < 0) & (i < tile.masked), it)
-        for i in cutlass.range(cutlass.max(blocks.masked, begin + 1), end, 1, unroll=1):
-            it = self.whole_block(state, i + 1 < end, it)
+            self.containment.contain(g, part, state, mask, (blocks.own < 0) & (n_block < tile.masked), it)
+        for n_block in cutlass.range(cutlass.max(blocks.masked, begin + 1), end, 1, unroll=1):
+            it = self.whole_block(state, n_block + 1 < end, it)
         return self.last_block(state, it)
 
     @cute.jit
@@ -433,7 +433,7 @@ class ForwardKernel(ForwardFrame):
             cute.arch.fence_view_async_shared()
             self.sync_rows(wg)
             if self.stores_O(part.thread):
-                box = self.box(g.O, self.head_dim_v, part.first_head, token)
+                box = self.box(g.mO, self.head_dim_v, part.first_head, token)
                 tOs, tOg = self.partition(tma_O, sO, self.head_dim_v, box)
                 cute.copy(tma_O, tOs, tOg)
                 cute.arch.cp_async_bulk_commit_group()
@@ -442,13 +442,13 @@ class ForwardKernel(ForwardFrame):
             head, row = self.head(part, r), self.token(part, r)
             if self.in_use(part, r):
                 if self.writes_lse(part.thread, lane):
-                    g.lse[head, row] = row_lse[r]
+                    g.mLSE[head, row] = row_lse[r]
                 if not whole:
                     # From the thread's first pair on: addresses of all its pairs would stay in registers throughout.
                     first = columns * (self.v_columns // 2) + lane % 4
-                    pairs = cute.domain_offset((first,), g.pairs[row, head, None])
+                    pairs = cute.domain_offset((first,), g.mO_pairs[row, head, None])
                     for e in row_elements(acc_O, r)[::2]:
-                        if column(e) // 2 < g.pairs.shape[2] - first:
+                        if column(e) // 2 < g.mO_pairs.shape[2] - first:
                             pairs[column(e) // 2] = values[e // 2]
 
     def sync_rows(self, wg: Int32) -> None:

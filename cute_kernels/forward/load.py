@@ -63,8 +63,8 @@ class Producer:
         items = self.kernel.items
         *fields, first_head = [cute.arch.shuffle_sync(field, j) for j in (*range(items.tile_fields), items.num_fields)]
         tile, kv_head = items.tile(g, fields), first_head // g.heads_per_kv
-        K = atoms.K, g.K[None, None, kv_head], s.K, s.pipes.K
-        V = atoms.V, g.V[None, None, kv_head], s.V, s.pipes.V
+        K = atoms.K, g.mK[None, None, kv_head], s.sK, s.pipes.K
+        V = atoms.V, g.mV[None, None, kv_head], s.sV, s.pipes.V
         keys, previous = s.pipes.K, tile.key_row(Int32(0))
         self.load_block(*K, previous, it)
         # The last warp groups' places, if they are not two a warp group, are free only when the first ones begin this
@@ -109,8 +109,8 @@ class Producer:
         lane, item = cute.arch.lane_idx(), s.item
         stage, place = s.pipes.Q.producer_acquire(count, wg)
         first, last = self.kernel.first_token(tile, wg), self.kernel.last_token(tile, wg)
-        box = self.kernel.box(g.Q, self.kernel.head_dim, first_head, first)
-        tQs, tQg = self.kernel.partition(atoms.Q, s.Q[None, None, place], self.kernel.head_dim, box)
+        box = self.kernel.box(g.mQ, self.kernel.head_dim, first_head, first)
+        tQs, tQg = self.kernel.partition(atoms.Q, s.sQ[None, None, place], self.kernel.head_dim, box)
         read_once = cutlass.Int64(EVICT_FIRST)  # keys, which other CTAs read too, stay in L2
         cute.copy(atoms.Q, tQg, tQs, tma_bar_ptr=s.pipes.Q.full[stage.index], cache_policy=read_once)
         if lane <= self.kernel.items.num_fields:

@@ -79,7 +79,7 @@ class SplitProducer(Producer):
                         it, row, kv_head = self.load_split_item(atoms, g, s, item, it, count, row, kv_head)
                         count += 1
                 if row >= 0:
-                    self.load_pieces(atoms.V, g.V[None, None, kv_head], s.V, V, row, it - 1)
+                    self.load_pieces(atoms.V, g.mV[None, None, kv_head], s.sV, V, row, it - 1)
             num_items = self.kernel.end_pass(s)
 
     @cute.jit
@@ -106,17 +106,17 @@ class SplitProducer(Producer):
         items = self.kernel.items
         *fields, first_head = [cute.arch.shuffle_sync(field, j) for j in (*range(items.tile_fields), items.num_fields)]
         tile, own_head = items.tile(g, fields), first_head // g.heads_per_kv
-        K, V = g.K[None, None, own_head], g.V[None, None, own_head]
+        K, V = g.mK[None, None, own_head], g.mV[None, None, own_head]
         first = tile.key_row(Int32(0))
-        self.load_pieces(atoms.K, K, s.K, of_K, first, it)
+        self.load_pieces(atoms.K, K, s.sK, of_K, first, it)
         if row >= 0:
-            self.load_pieces(atoms.V, g.V[None, None, kv_head], s.V, of_V, row, it - 1)
+            self.load_pieces(atoms.V, g.mV[None, None, kv_head], s.sV, of_V, row, it - 1)
         row = first
         self.load_queries(atoms, g, s, tile, first_head, field, 0, count)
         for i in cutlass.range(1, tile.blocks, 1, unroll=1):
             following = tile.key_row(i)
-            self.load_pieces(atoms.K, K, s.K, of_K, following, it + 1)
-            self.load_pieces(atoms.V, V, s.V, of_V, row, it)
+            self.load_pieces(atoms.K, K, s.sK, of_K, following, it + 1)
+            self.load_pieces(atoms.V, V, s.sV, of_V, row, it)
             row = following
             it += 1
         return it + 1, row, own_head

@@ -162,8 +162,8 @@ PLANTED = [
         "V of as many bytes as K",
         "bwd_wide d192v128",
         "backward/load.py",
-        "(item.key, 0), s.V, self.kernel.head_dim_v, p.V)",
-        "(item.key, 0), s.V, self.kernel.head_dim, p.V)",
+        "(item.key, 0), s.sV, self.kernel.head_dim_v, p.V)",
+        "(item.key, 0), s.sV, self.kernel.head_dim, p.V)",
     ),
     one(
         "dO of as many bytes as Q",
