@@ -1,6 +1,7 @@
 """`python -m tools.bench.step --json step.json`: forward and backward of one group, packed and replicated.
 
-Both ways recompute every layer in the backward. Only rows that predict response tokens reach the head.
+Both ways recompute every layer in the backward. Only rows that predict response tokens reach the head. The way `fast`
+is packed with all settings that save time: fused layers, what `--keep` says kept, compiled log-probs, kept logits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dualkv.models import CONFIGS
 from tools.bench import harness, stock_attention
 from tools.bench.record import JsonPath, Record
 
-WAYS = "packed", "replicated"
+WAYS = "packed", "fast", "replicated"
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class Update(Sizes):
     """A group, and whether the optimizer makes a step."""
 
     optimizer: Annotated[bool, typer.Option("--optimizer", help="With a step of AdamW, states in this dtype.")] = False
+    keep: Annotated[str, typer.Option(help="What the way fast keeps: see `recompute_layers`.")] = "products"
+    kept_chunks: Annotated[int, typer.Option(help="Chunks of the head whose logits the way fast keeps.")] = 0
 
 
 def make_model(sizes: Sizes, device: torch.device) -> Any:
@@ -123,13 +126,16 @@ def flops(model: Any, sizes: Sizes, packed: bool) -> float:
 
 
 def step(
-    model: Any, batches: list[ModelBatch], weights: torch.Tensor, chunk_size: int, compiled: bool = False
-) -> torch.Tensor:
+    model: Any, batches: list[ModelBatch], weights: torch.Tensor, chunk_size: int, compiled: bool = False,
+    kept_chunks: int = 0,
+) -> torch.Tensor:  # fmt: skip
     """Forward and backward of every micro-batch; the log-probs [M]."""
     found = torch.empty_like(weights)
     for batch in batches:
         hidden = model.get_decoder()(**batch.inputs, use_cache=False).last_hidden_state.flatten(0, 1)
-        logp, _ = response_logprobs(hidden, head(model), batch.batch, compiled=compiled, chunk_size=chunk_size)
+        logp, _ = response_logprobs(
+            hidden, head(model), batch.batch, compiled=compiled, chunk_size=chunk_size, kept_chunks=kept_chunks
+        )
         logp = torch.cat(batch.batch.unpack(logp))
         (logp * weights[batch.places]).sum().backward()
         found[batch.places] = logp.detach()
@@ -166,17 +172,18 @@ def run_way(
     way: str, sizes: Update, model: Any, weights: torch.Tensor, stock: str
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Log-probs [M] and figures of a way."""
-    batches = sizes.batches(weights.device)[way]
-    if way == "packed":
-        enable(model)
+    fast, packed = way == "fast", way in ("packed", "fast")
+    batches = sizes.batches(weights.device)["packed" if packed else way]
+    if packed:
+        enable(model, fast=fast)
     else:
         model.config._attn_implementation = {"": stock_attention.register(stock, sizes.length)}
-    recompute_layers(model, "nothing")
+    recompute_layers(model, sizes.keep if fast else "nothing")
     # A learning rate of 0: both ways and all repeats have the same weights.
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True) if sizes.optimizer else None
 
     def run(some: list[ModelBatch]) -> torch.Tensor:
-        logp = step(model, some, weights, sizes.chunk_size)
+        logp = step(model, some, weights, sizes.chunk_size, fast, sizes.kept_chunks if fast else 0)
         if optimizer:
             optimizer.step()
         model.zero_grad(set_to_none=True)
@@ -184,8 +191,8 @@ def run_way(
 
     begun, _ = harness.seconds_of(lambda: run(batches[:1]))
     found: dict[str, Any] = {"first_micro_batch": begun, "micro_batches": len(batches)}
-    timed, logp = harness.repeated(lambda: run(batches), sizes.repeats if way == "packed" else 1)
-    done, nominal = (flops(model, sizes, packed) / 1e12 / timed["median"] for packed in (way == "packed", False))
+    timed, logp = harness.repeated(lambda: run(batches), sizes.repeats if packed else 1)
+    done, nominal = (flops(model, sizes, packed) / 1e12 / timed["median"] for packed in (packed, False))
     return logp, found | timed | {"tflops_done": done, "tflops_nominal": nominal}
 
 
@@ -196,7 +203,7 @@ def main(
     stock: Annotated[
         str, typer.Option(help=f"Attention to try for replicated rows, of {', '.join(stock_attention.CALLS)}.")
     ] = ",".join(stock_attention.QUICK),
-    ways: Annotated[str, typer.Option(help=f"Of {', '.join(WAYS)}, by commas.")] = ",".join(WAYS),
+    ways: Annotated[str, typer.Option(help=f"Of {', '.join(WAYS)}, by commas.")] = "packed,replicated",
 ) -> None:
     """Measure forward and backward of one group, or an update; figures are written after each way."""
     device = harness.best_device()
