@@ -10,7 +10,7 @@ either CTA, because that warp group has more other work.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -18,10 +18,10 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu import warp, warpgroup
 
 from cute_kernels.abi import BlockFields
-from cute_kernels.accumulator import gemm, part, round_to
+from cute_kernels.accumulator import Product, gemm, part, round_to
 from cute_kernels.backward.arguments import BackwardPipelines, Global, Item, Mask, Shared, Step
 from cute_kernels.backward.frame import BackwardFrame
 from cute_kernels.backward.results import apply_mask, destination
@@ -30,6 +30,8 @@ from cute_kernels.backward.stats import Statistics
 from cute_kernels.backward.window import block_of_stage
 from cute_kernels.pipeline import MbarrierAllocator, Signal
 from cute_kernels.ptx import add_to_global, copy_to_peer, load_acquire, store_release
+
+HELD = 4  # sixteens of columns of K and V that stay in registers at head dim 256, where two more would spill
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class Operands(NamedTuple):
     stats: Statistics
     sP: cute.Tensor  # (8, M/16): this thread's part of P^T
     dS_target: cute.Tensor  # where this thread writes dS^T (with `copy_of_dS`), of each buffer
+    held: cute.Tensor | None = None  # (MMA, 1, HELD), of S^T or dP^T: the first columns of K or V, in registers
     acc: cute.Tensor | None = None  # (64, Dv) dV, or (64, D) dK
     scale_log2: Float32 | None = None
     cap: Softcap | None = None
@@ -270,9 +273,11 @@ class WideBackward(BackwardFrame):
         first = steps, item.block_end - 1, item.kv_head * heads_per_kv
         values, keys = [x._replace(acc=y, dq=self.dq_operands(g, s, i, tid)) for i, y in enumerate((acc_dV, acc))]
         if wg == 0:
-            self.loop(self.values_step, g, s, p, values, mask, item, heads_per_kv, first)
+            of_S = values._replace(held=self.held(s.sK, tid))
+            self.loop(self.values_step, g, s, p, of_S, mask, item, heads_per_kv, first)
         else:
-            self.loop(self.keys_step, g, s, p, keys, mask, item, heads_per_kv, first)
+            of_dP = keys._replace(held=self.held(s.sV, tid))
+            self.loop(self.keys_step, g, s, p, of_dP, mask, item, heads_per_kv, first)
 
         row = warp_id % 4 * 16 + lane // 4  # of this CTA's keys
         end = destination(s)
@@ -293,6 +298,25 @@ class WideBackward(BackwardFrame):
         if self.head_dim_v == self.head_dim:
             return acc
         return cute.make_tensor(acc.iterator, cute.make_layout(x.mma_dV.partition_shape_C((64, self.head_dim_v))))
+
+    def mma_held(self) -> cute.TiledMma:
+        """S^T or dP^T as of `mma_S`, of K or V in registers."""
+        K_major, shape, source = warpgroup.OperandMajorMode.K, (64, self.tile_m), warpgroup.OperandSource.RMEM
+        return hopper.make_trivial_tiled_mma(
+            self.dtype, self.dtype, K_major, K_major, Float32, (1, 1, 1), shape, source
+        )
+
+    def held(self, keys: cute.Tensor, tid: Int32) -> cute.Tensor | None:
+        """Load the first columns of K or V into registers: every product with them reads less of shared memory, whose
+        bandwidth two operands of 64 rows take up."""
+        if self.head_dim != 256:
+            return None
+        mma = self.mma_held()
+        copy = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), mma)
+        thr, first = copy.get_slice(tid), cute.local_tile(keys, (64, 16 * HELD), (0, 0))
+        held = mma.make_fragment_A(mma.get_slice(tid).partition_A(first))
+        cute.copy(copy, thr.partition_S(first), thr.retile(held))
+        return held
 
     def operands(self, s: Shared, tid: Int32) -> Operands:
         mma_S, mma_dK, mma_dV = self.mma_S(), self.mma_dKV(self.head_dim), self.mma_dKV(self.head_dim_v)
@@ -379,7 +403,7 @@ class WideBackward(BackwardFrame):
         # (1) S^T = K Q^T - lse / scale
         acc_S = cute.make_rmem_tensor(x.mma_S.partition_shape_C((64, self.tile_m)), Float32)
         lse = [] if self.capped else [x.stats.lse(stage.index)]
-        gemm(x.mma_S, acc_S, x.tSrK, x.tSrQ[None, None, None, stage.index], zero_init=True, addends=lse)
+        self.issue_scores(acc_S, x, x.tSrK, x.tSrQ[None, None, None, stage.index], lse)
         warpgroup.wait_group(0)
         self.complete(acc_S, s, p, it, 0)
         tdVrP, passed = self.to_P(acc_S, s, x, step)
@@ -434,7 +458,7 @@ class WideBackward(BackwardFrame):
         if self.want_dp:
             acc_dP = cute.make_rmem_tensor(x.mma_S.partition_shape_C((64, self.tile_m)), Float32)
             dO, addends = x.tdPrdO[None, None, None, do_stage.index], [x.stats.dpsum(stage.index)]
-            gemm(x.mma_S, acc_dP, x.tdPrV, dO, zero_init=True, addends=addends)
+            self.issue_scores(acc_dP, x, x.tdPrV, dO, addends)
         # (4) dQ^T = K^T dS^T of the step before
         if with_dq:
             p.dS.wait(it - 1)
@@ -469,6 +493,16 @@ class WideBackward(BackwardFrame):
         p.Q.consumer_release(stage)
 
     # ---------------------------------------------------------------- parts of a step
+    def issue_scores(
+        self, acc: cute.Tensor, x: Operands, keys: cute.Tensor, rows: cute.Tensor, addends: Sequence[Product]
+    ) -> None:
+        """Issue S^T = K Q^T or dP^T = V dO^T, with the statistics in `addends`."""
+        if x.held is None:
+            gemm(x.mma_S, acc, keys, rows, zero_init=True, addends=addends)
+        else:
+            addends = [(x.mma_S, keys, rows, HELD), *addends]
+            gemm(self.mma_held(), acc, x.held, rows, zero_init=True, addends=addends)
+
     def complete(self, acc: cute.Tensor, s: Shared, p: WidePipelines, it: Int32, which: int) -> None:
         """Add what other CTAs have of S^T (0) or dP^T (1) of step `it`."""
 
