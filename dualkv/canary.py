@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from dualkv.arrays import check_model, positive
 from dualkv.data.packing import PackedBatch
 from dualkv.data.trees import PackedSequences
+from dualkv.draws import seed_all
 from dualkv.layout import Layout
 
 # Alarm above FACTOR times what rounding does to rollouts packed by themselves, and OUTLIERS times that in one token.
@@ -224,16 +226,11 @@ def quiet(model: nn.Module, device: torch.device, seed: int) -> Iterator[tuple[C
     ]
     devices = [x for x in {device, *(x.device for x in model.parameters())} if x.type == "cuda"]
 
-    def same_noise() -> None:
-        torch.default_generator.manual_seed(seed)
-        for device in devices:
-            torch.cuda.default_generators[device.index].manual_seed(seed)
-
     with torch.random.fork_rng(devices), torch.no_grad():
         for part in noisy:
             part.training = False
         try:
-            yield same_noise, bool(noisy)
+            yield partial(seed_all, devices, seed), bool(noisy)
         finally:
             for part in noisy:
                 part.training = True

@@ -8,13 +8,28 @@ statistics over rows. Draws that a call makes once for all of its rows are liste
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 Shape = tuple[int, ...]
 SAMPLES = 512  # of a draw, for its extremes
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that random operations on a device draw from."""
+    if device.type != "cuda":
+        return torch.default_generator
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+
+
+def seed_all(devices: Iterable[torch.device], seed: int = 0) -> None:
+    """Seed the generators of the CPU and of some devices, where `torch.manual_seed` would seed all GPUs."""
+    for device in (torch.device("cpu"), *devices):
+        default_generator(device).manual_seed(seed)
 
 
 def random_states(device: torch.device) -> list[torch.Tensor]:
@@ -49,8 +64,9 @@ class Draws(TorchDispatchMode):
             if self.extreme < 0 and self.of is None:
                 return torch.zeros_like(values), torch.zeros_like(values, dtype=torch.bool)
             return values / (1 - p), torch.ones_like(values, dtype=torch.bool)
-        generator = kwargs.get("generator") or torch.default_generator
-        generator.manual_seed(0)
+        devices = [x.device for x in tree_leaves(args) if isinstance(x, torch.Tensor)]  # a factory has none
+        device = devices[0] if devices else torch.device(kwargs.get("device") or "cpu")
+        (kwargs.get("generator") or default_generator(device)).manual_seed(0)
         made = func(*args, **kwargs)
         if not isinstance(made, torch.Tensor) or not made.numel():
             return made

@@ -130,7 +130,7 @@ def load_model(name_or_path: str, dtype: torch.dtype, device: torch.device, seed
         settings = dict(CONFIGS[name_or_path])
         config = AutoConfig.for_model(settings.pop("model_type"), **settings)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # not those of GPUs, which are not restored
             # Made on the CPU: there the random numbers are the same on every machine.
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     else:

@@ -11,6 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import dualkv
+from dualkv.draws import Draws
 
 tf = pytest.importorskip("transformers")
 
@@ -212,3 +213,14 @@ def test_the_compilers_kernels_that_write_are_seen() -> None:
     contexts = partial(kept.contexts, checkpointing.KEEP["products"])
     (found,) = torch.autograd.grad(checkpoint(layer, x, use_reentrant=False, context_fn=contexts).sum(), x)
     assert torch.equal(found, expected)
+
+
+def test_draws_on_a_gpu_are_one_number_whatever_its_generator_has_drawn() -> None:
+    drawn = []
+    for _ in range(2):
+        torch.rand(3, device="cuda")
+        with Draws():
+            drawn.append((torch.rand(64, device="cuda"), torch.empty(64, device="cuda").exponential_()))
+    for first, second in zip(*drawn, strict=True):
+        assert torch.equal(first, second)
+        assert (first == first[0]).all()

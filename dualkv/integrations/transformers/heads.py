@@ -379,8 +379,9 @@ class Seen:
 
 
 def _prove(cls: type[Any], config: PreTrainedConfig) -> Rule:
-    with selfcheck._ALONE, selfcheck._untouched(), torch.no_grad():
-        model = selfcheck._copy(_as_written(cls), _small(config)).to(selfcheck._device(cls))
+    device = selfcheck._device(cls)
+    with selfcheck._ALONE, selfcheck._untouched(device), torch.no_grad():
+        model = selfcheck._copy(_as_written(cls), _small(config)).to(device)
         owners = _owners(model)
         if owners is None:
             raise UnknownError("it has none")

@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from dualkv.branches import Branch
 from dualkv.data.trees import PackedSequences
-from dualkv.draws import Draws, Shape
+from dualkv.draws import Draws, Shape, seed_all
 from dualkv.integrations import patching
 from dualkv.integrations.transformers import adapters, checkpointing, indexers, invariant, layers, recurrent, rotary
 from dualkv.integrations.transformers.shrink import shrink
@@ -217,7 +217,7 @@ def difference(
         CannotRunError: the packed call is refused.
         ValueError: hidden states are not finite. Other errors of the model pass through.
     """
-    with _ALONE, _untouched(), torch.no_grad():
+    with _ALONE, _untouched(_device(cls)), torch.no_grad():
         trial = _Trial(cls, config, small, trains=stage not in ("evaluation", "invariance"))
         if stage == "invariance":
             enable(trial.model, check=False, batch_invariant=True)
@@ -370,8 +370,8 @@ def sequence_rows(layout: Layout) -> list[list[int]]:
 
 
 @contextmanager
-def _untouched() -> Iterator[None]:
-    """Runs its body in fp32 on the CPU with one thread, which is faster for a small model.
+def _untouched(device: torch.device) -> Iterator[None]:
+    """Runs its body in fp32 on the CPU with one thread, which is faster for a small model, or on `device`.
 
     Functions that the caller has compiled run eagerly: Inductor would compile them for the CPU, in half a minute.
 
@@ -380,7 +380,7 @@ def _untouched() -> Iterator[None]:
     dtype, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
     threads = torch.get_num_threads()
     with (
-        torch.random.fork_rng(devices=[]),
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
         torch.inference_mode(False),
         _disable_current_modes(),  # of the caller, who may count operations
         torch._guards.tracing(None),  # the caller's graph, if the call is compiled
@@ -392,7 +392,7 @@ def _untouched() -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
         torch.set_num_threads(1)
         torch.set_float32_matmul_precision("highest")
-        torch.manual_seed(0)  # else what a model draws for biases, and so the verdict, would depend on the caller
+        seed_all([device])  # else what a model draws for biases, and so the verdict, would depend on the caller
         try:
             yield
         finally:

@@ -212,8 +212,10 @@ def settings_of_others() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("settings_of_others")
-def test_nothing_else_is_touched() -> None:
+def test_nothing_else_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(dtype=torch.bfloat16)
+    seeded: list[int] = []  # of all GPUs, as `torch.manual_seed` does: ranks of a training would draw alike afterwards
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
     config = model.config.to_json_string()
     before = {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -225,6 +227,7 @@ def test_nothing_else_is_touched() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         enable(model)
     assert state() == was
+    assert seeded == []
     assert model.config.to_json_string() == config
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not selfcheck._VERDICTS.popitem()[1]
