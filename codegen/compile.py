@@ -57,7 +57,7 @@ def compile_kernel(spec: KernelSpec, folder: Path) -> dict[str, Any]:
         "CUTE_DSL_COMPILER_OPT": "remarks{ptx}",
         "CUTE_DSL_KEEP_PTX": "1",
         "LC_ALL": "C",
-        "PYTHONPATH": os.pathsep.join([*chosen.path, *(os.path.abspath(p) for p in sys.path if p)]),
+        "PYTHONPATH": os.pathsep.join([*chosen.path, *map(os.path.abspath, sys.path)]),
     }
     worker = subprocess.run(
         [sys.executable, "-P", "-W", "ignore", "-m", "codegen.compile"],
