@@ -69,7 +69,7 @@ class Loads(NamedTuple):
     dO: Load  # (T, Dv, H)
     K: Load  # (T, D, Hk)
     V: Load  # (T, Dv, Hk)
-    peer_K: Load | None  # (T, D, Hk), beyond head dim 128: K of the cluster's other CTA
+    peer_K: Load | None  # (T, D, Hk), head dims 192 and 256: K of the cluster's other CTA
 
 
 class Global(NamedTuple):
@@ -98,12 +98,12 @@ class Shared(NamedTuple):
     sQ: cute.Tensor  # (M, D, stages)
     sdO: cute.Tensor  # (M, Dv, do_stages)
     sdS: cute.Tensor  # (M, N, buffers); beyond head dim 128 the first buffer is P
-    sdQ: cute.Tensor | None  # (M * D), up to head dim 128: dQ on its way to global memory
-    sK_peer: cute.Tensor | None  # (N, peer_columns), beyond
+    sdQ: cute.Tensor | None  # (M * D), up to head dim 128: dQ on its way to global memory; at 512 see `staged_floats`
+    sK_peer: cute.Tensor | None  # (N, peer_columns), head dims 192 and 256
     stats: cute.Tensor  # (STAT_COLUMNS, M, stages): lse and dpsum of query rows
     stat_keys: cute.Pointer  # the keys' side of the products with them
     bars: cute.Pointer  # mbarriers, which belong to pipelines
-    dq_progress: cute.Pointer  # one word: the block whose dQ is being added up
+    dq_progress: cute.Pointer  # one word, up to head dim 128: the step whose dQ warp 1 has added last
     item: cute.Pointer  # words of SavedItem; if deterministic, then the item's index in `work`
     blocks: cute.Tensor | None  # (words, stages), with a window: fields of the query block whose Q is in a stage
 

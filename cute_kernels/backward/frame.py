@@ -1,12 +1,14 @@
 """Attention backward on Hopper over packed groups: what every head dim shares (signature, set-up, warps' roles).
 
 A CTA owns a block of keys of one KV head and walks over its query heads and their blocks of query rows:
-    S = Q K^T - lse / scale    P = exp2(scale_log2 * S)         dV += P^T dO
-    dP = dO V^T - dpsum        dS = P * dP                      dK += dS^T Q    dQ += dS K  (in global memory, fp32)
+    (1) S = Q K^T - lse / scale    P = exp2(scale_log2 * S)    (3) dV += P^T dO
+    (2) dP = dO V^T - dpsum        dS = P * dP                 (4) dQ += dS K, a step later, in global memory, fp32
+                                                               (5) dK += dS^T Q
 dK and dV stay in fp32 registers until the end, so a group's heads and queries are summed without atomics and in a fixed
 order. The CTAs of a cluster own neighbouring key blocks; each loads a part of every Q and dO block and multicasts it.
 Products are transposed: rows of S^T and dP^T are keys, rows of dQ^T columns of the head dim.
-`narrow` (up to head dim 128) and `wide` (192, also with values of 128, and 256) say how products are laid out.
+`narrow` (up to head dim 128), `wide` (192, also with values of 128, and 256) and `split` (512) say how products are
+laid out. In names, keys are K and V (`load_keys`) or dK and dV (`store_keys`), and rows are Q and dO (`load_rows`).
 
 A CTA has three warp groups. Warp 0 is the producer (load), warps 1 to 3 assist with dQ, and the other two warp
 groups, warps 4 to 11 (`warp_id` 0 to 7), are the consumers, which issue the products (MMA warps). All of them go
@@ -22,7 +24,7 @@ empty barriers; "held up by" names what keeps its producer from running ahead:
             statistics
     both    dO            narrow 2,   the producer, and bytes        8 MMA warps of every CTA of the cluster
                           wide 1
-    narrow  dS            1           8 MMA warps                    (the same barrier: NarrowPipelines says why)
+    narrow  dS            1           8 MMA warps                    (the same barrier: dq.NarrowPipelines says why)
     narrow  dQ            1 a warp    4 MMA warps of the warp group  the warp that adds this part up (1 or 2)
                           group
     wide    P             1           4 MMA warps of the first one   (held up by dS: WidePipelines says why)
@@ -30,22 +32,26 @@ empty barriers; "held up by" names what keeps its producer from running ahead:
     wide    peer_dS       3           warp 3, and bytes of the peer  (held up by dO; of 96 rows by Q too)
     wide    dq_order      2           see DqOrder; if deterministic
 
-Besides, warps wait at the cluster's barrier (set-up and end); at named barriers of the MMA warps, where these remove
-NaN and infinity (contain); for words in global memory (`locks`), which say that dQ is cleared or whose turn it is
-to add; and warp 3 for warp 1 (narrow, `dq_progress`), only so that it does not clear too far ahead.
+`split` says what it has instead of peer_dS. Besides, warps wait at the cluster's barrier (set-up and end); at named
+barriers of the MMA warps, where these remove NaN and infinity (contain); for words in global memory (`locks`), which
+say that dQ is cleared or whose turn it is to add; and warp 3 for warp 1 (narrow, `dq_progress`), only so that it does
+not clear too far ahead.
 
-A pipeline is declared in `pipelines`, as a field of the kernel's `...Pipelines`, which also numbers its mbarriers. To
-add one:
+To add a pipeline:
 
-1. Declare it there. One that some gradients do not need has 0 stages for them, as dS and dQ of the narrow kernel.
-2. Add what it protects to `Shared`, `smem_order`, `allocate` and `smem_bytes`. At head dims 128 and 256 the tiles leave
-   room for a few mbarriers only. What `smem_bytes` forgets is not refused when the kernel is compiled; `dualkv
-   precompile` then shows 0 in the column CTA/SM.
+1. Declare it in `pipelines`, which also numbers its mbarriers, as a field of the kernel's `...Pipelines` (of `narrow`:
+   in `dq`) or, where all kernels have it, of `arguments.BackwardPipelines`. Their fields are given by position. `split`
+   inherits the steps of `wide`, so its `...Pipelines` needs the field too. A pipeline that some gradients do not need
+   has 0 stages for them, as dS and dQ of the narrow kernel.
+2. Add what it protects to `arguments.Shared`, `allocate` and `smem_bytes`; a tile to `smem_order` too. The tiles leave
+   room for a few mbarriers at head dim 128, and for 500 bytes at 256. What `smem_bytes` forgets is refused only when
+   the kernel is compiled ("fits no multiprocessor").
 3. Use it on both sides, in every step, also by warps that do not need the data. The producer's steps are those of
-   `Producer.load_queries`, which both kernels share. The MMA warps' are `block`, `skip_block` and `release_block`
+   `Producer.load_queries`, which all kernels share. The MMA warps' are `block`, `skip_block` and `release_block`
    (narrow; the last one only for what comes in all `steps`), or `values_step` and `keys_step` (wide).
-4. Run, compile and compare the kernels as CONTRIBUTING.md says ("Changes to kernels"), and plant faults in
-   tests/protocol/faults.py, which the simulator must find.
+4. Run, compile and compare the kernels as CONTRIBUTING.md says ("Changes to kernels"). Plant faults in
+   tests/protocol/faults.py, which the simulator must find: leave out each new wait and release. Planted faults quote
+   the kernels; a test names those whose text has changed.
 """
 
 import math
@@ -444,7 +450,7 @@ class BackwardFrame:
         if warp_idx == 3:
             steps = [(item.block_end - begin) * heads_per_kv for begin in (self.first_block(item), item.block_begin)]
             save_item(s, SavedItem(item.kv_head, item.key, item.key_end, item.partial, *steps))
-        arrive_cluster(self.cluster)
+        arrive_cluster(self.cluster)  # MMA warps await it in `await_keys`
         if warp_idx == 0:  # keys are this CTA's alone: their loads do not wait for the other CTAs
             self.producer.load_keys(loads, s, p, item)
         if warp_idx < 4:
