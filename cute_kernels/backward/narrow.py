@@ -304,6 +304,7 @@ class NarrowBackward(NarrowDq):
             self.skip_block(s, p, x, step)
             return
         rows, stage, mma_dKV = step.rows, step.stage, x.mma_dKV
+        # a thread has `size` elements of an accumulator (64 keys x 2 * size rows)
         size, beside_S = 8 * (rows.end - rows.begin), not self.capped  # there are no registers for dP^T beside tanh
         early_dK = self.windowed and self.want_dk and not self.want_dq  # else dS is made behind the issue of dV
         if not self.windowed:
@@ -332,7 +333,7 @@ class NarrowBackward(NarrowDq):
             self.issue_dP(p, x, step, acc_dP)
         warpgroup.wait_group(0)
         own = self.own_step(s, step)
-        if self.want_dp:
+        if self.want_dp:  # acc_dP takes dS below
             for e in range(size):
                 dP[e] = acc_dP[e]
         self.contain_block(s, x, step, dP)
@@ -468,7 +469,10 @@ class NarrowBackward(NarrowDq):
         cute.arch.fence_view_async_shared()
 
     def issue_dq(self, x: Operands, it: Int32) -> cute.Tensor:
-        """Issue dQ^T of the step whose dS is in the buffer of step `it`: `it` itself, or `it` - 2."""
+        """Issue dQ^T of the step whose dS is in the buffer of step `it`: `it` itself, or `it` - 2.
+
+        For the step before `it`, callers give `it` + 1: the DSL's remainder of -1 is -1.
+        """
         acc_dQ = cute.make_rmem_tensor(x.mma_dQ.partition_shape_C((64, self.dq_rows)), Float32)
         gemm(x.mma_dQ, acc_dQ, x.tdQrK, x.tdQrdS[None, None, None, it % self.buffers], zero_init=True)
         return acc_dQ

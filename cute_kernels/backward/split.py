@@ -8,7 +8,8 @@ CTA's part.
 Besides what `frame` says of the wide kernel (there is no peer_dS):
 
     pipeline      stages      full: arrivals of                          empty: arrivals of
-    parts         1 each      4 MMA warps of the warp group, and bytes   4 MMA warps of the other CTA
+    parts_S,      1 each      4 MMA warps of the warp group, and bytes   4 MMA warps of the other CTA
+    parts_dP
     marks         1           MMA warp 0, and bytes of the other CTA     (once, never overwritten)
 """
 
@@ -65,7 +66,7 @@ class SplitPipelines(BackwardPipelines):
     Attributes:
         P, dS, dq_order: as in `wide.WidePipelines`. dS of step `it` comes after P of that step, for which the first
             warp group has seen dS of step `it` - 1.
-        parts: of S, and of dP.
+        parts_S, parts_dP: the other CTA's part of S or dP is there.
         marks: the other CTA's marks are there; see `SplitBackward.share_marks`.
     """
 
@@ -258,7 +259,7 @@ class SplitBackward(WideBackward):
 
     @cute.jit
     def share_marks(self, s: Shared, p: SplitPipelines, unmasked_begin: Int32) -> Int32:
-        """Both CTAs learn which keys `contain_keys` has marked in V of either, and whether it has removed anything."""
+        """Both CTAs learn which keys `remove_from_keys` has marked in V of either, and whether it removed anything."""
         tid, lane, marks = cute.arch.thread_idx()[0] - 128, cute.arch.lane_idx(), p.marks
         peer = 1 - self.rank()  # here: in the branch below lanes would wait for lanes that are not in it
         received = s.sdQ.iterator + 2 * self.tile_n * self.tile_m

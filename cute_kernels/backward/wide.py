@@ -1,7 +1,15 @@
 """Attention backward for head dims 192 (also with values of 128) and 256: clusters share dQ, warp groups divide work.
 
 The first warp group makes S, P and dV of the CTA's 64 keys, the second one dP, dS and dK; P and dS feed dV and dK from
-registers. Neither waits for a product of the other's, and the tensor cores always have one of them to work for.
+registers. They wait for each other's P and dS alone, and the tensor cores have the other one to work for meanwhile.
+Step `it` is as follows. The numbers are those of the products in `frame`; dQ' is dQ of step `it` - 1:
+
+    first: `values_step`, of dV                           second: `keys_step`, of dK
+    awaits Q; (1); makes P                                awaits Q and dO; (2)
+    awaits dS of step `it` - 1; writes P                  awaits dS of step `it` - 1; (4) of dQ', own keys
+    (4) of dQ', own keys; awaits peer_dS; peer's keys     releases dO; awaits P; writes dS
+    awaits dO; releases Q; (3)                            awaits peer_dS; (4) of dQ', peer's keys; (5)
+    adds dQ'; releases dO                                 adds dQ'; releases Q
 
 To add dQ up in global memory for 64 keys at a time would be too much traffic. So the CTAs of a cluster hand each other
 dS, and each makes one half of dQ over the keys of both, which halves the traffic. Each warp group has a tile of 64
@@ -232,7 +240,7 @@ class WideBackward(BackwardFrame):
 
     @cute.jit
     def exchange_dS(self, s: Shared, p: WidePipelines, item: Item, heads_per_kv: Int32) -> None:
-        """This CTA's dS of every step to the other CTA.
+        """This CTA's dS of every step to the other CTA, on whose barrier the bytes count: its warp 3 expects them.
 
         Its buffer there is free: dO of this step is here, so both CTAs have released the block before in that stage,
         and then they were done with dQ of three steps back; their first warp groups even with dQ of two steps back.
@@ -504,7 +512,7 @@ class WideBackward(BackwardFrame):
             gemm(self.mma_held(), acc, x.held, rows, zero_init=True, addends=addends)
 
     def complete(self, acc: cute.Tensor, s: Shared, p: WidePipelines, it: Int32, which: int) -> None:
-        """Add what other CTAs have of S^T (0) or dP^T (1) of step `it`."""
+        """Add what other CTAs have of S^T (0) or dP^T (1) of step `it`: here nothing, see `split`."""
 
     def write_dS(self, x: Operands, tdKrdS: cute.Tensor, shape: cute.Shape, it: Int32) -> None:
         """dS^T of step `it` (of an accumulator's shape) to shared memory, for products and the exchange."""
