@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # DAPO with veRL on one node of 8 GPUs; actor updates and old log-probs run on packed groups.
 #
-#     pip install 'dualkv[verl]' 'verl[vllm]==0.9.1'
+#     pip install '.[verl]' 'verl[vllm]==0.9.1'     # in a clone of this repository
+#     dualkv toolchain install     # the compiler of kernels
 #     bash examples/verl_dapo.sh Qwen/Qwen3-8B train.parquet validation.parquet [more=settings ...]
 #
 # DAPO's four parts are the lines under "dapo": a higher clip above, prompts whose rewards are all equal sampled anew, one

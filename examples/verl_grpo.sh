@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # GRPO with veRL on one node of 8 GPUs; actor updates, old and reference log-probs run on packed groups.
 #
-#     pip install 'dualkv[verl]' 'verl[vllm]==0.9.1'
+#     pip install '.[verl]' 'verl[vllm]==0.9.1'     # in a clone of this repository
+#     dualkv toolchain install     # the compiler of kernels
 #     bash examples/verl_grpo.sh Qwen/Qwen3-8B train.parquet validation.parquet [more=settings ...]
 #
 # The lines under "packed groups" are what differs from a run without them.
@@ -18,7 +19,7 @@ packed_groups=(
     trainer.v1.trainer_mode=dualkv_sync
     actor_rollout_ref.actor.strategy=fsdp2
     actor_rollout_ref.actor.use_dynamic_bsz=True
-    # Packed tokens: a prompt of 8,192 with 32 responses of 2,048 needs 73,760; a larger group is split.
+    # Packed tokens: a prompt of 8,192 with 32 responses of 2,048 needs 73,759; a larger group is split.
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=73760
     +actor_rollout_ref.model.fused_kernel_options.dualkv_keep=attention
 )
