@@ -107,7 +107,8 @@ def read(path: Source, tokenizer: Tokenizer, min_shared: int = 1, compare_texts:
         with errors_at(where):
             if "lengths" in data:
                 lengths, parent = segments(data)
-                trees.append(prefixes_of(Layout.from_segments(np.append(0, np.cumsum(lengths)), parent)))
+                tree = prefixes_of(Layout.from_segments(np.append(0, np.cumsum(lengths)), parent))
+                trees.append(tree.at_least(min_shared))
                 trained = None
                 continue
             rows, count = sequences_of(data, tokenizer)

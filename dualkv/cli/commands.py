@@ -383,10 +383,12 @@ def trees(
 
     if memory is not None:
         check_gib("--memory", memory)
+    texts = tokenizer is not None
+    if not given and (texts or min_shared != 1):
+        raise ValueError("--tokenizer and --min-shared go with --from FILE, which is missing")
     if sources:
         console.print(saved.sources())
         return
-    texts = tokenizer is not None
     found = [saved.read(file, load_tokenizer(tokenizer), min_shared, texts) for file in given]
     if len({one.name for one in found}) < len(found):  # of several folders
         found = [dataclasses.replace(one, name=file.name) for one, file in zip(found, given, strict=True)]
@@ -414,13 +416,11 @@ def precompile(
         str | None, typer.Option(help="Tensor-parallel degrees of the models, by commas.", show_default="1")
     ] = None,
     head_dims: Annotated[
-        str,
-        typer.Option(help="Head dims by commas, each with every --gqa; 192/128 for values of another head dim."),
+        str, typer.Option(help="Head dims by commas, each with every --gqa; 192/128 for values of another head dim.")
     ] = "",
     gqa: Annotated[str, typer.Option(help="GQA ratios (query heads a KV head) by commas.")] = "",
     features: Annotated[
-        str,
-        typer.Option(help=f"Features of --head-dims, by commas: of {', '.join(NAMES)} (the first is chunks too)."),
+        str, typer.Option(help=f"Features of --head-dims, by commas: of {', '.join(NAMES)} (the first is chunks too).")
     ] = "",
     dtypes: Annotated[str, typer.Option(help="Of bf16 and fp16, by commas.")] = "bf16",
     directions: Annotated[str, typer.Option(help="Of forward and backward, by commas.")] = "forward,backward",
@@ -469,6 +469,8 @@ def precompile(
         raise ValueError("expected --out DIR (compile into it) or --check DIR (look at it), one of them")
     if check is not None and wheel is not None:
         raise ValueError("--wheel packs what --out compiles, expected no --check beside it")
+    if check is not None and emit:
+        raise ValueError("--emit writes what --out compiles, expected no --check beside it")
     if check is not None:
         found = kernels.check(check, specs)
         for sentence in kernels.described(found):

@@ -128,6 +128,8 @@ def test_a_file_of_rollouts(run, tmp_path):
     assert "rollouts.jsonl: packing computes 54 rows in place of 95 (1.76x)" in " ".join(printed.split())
     found = trees.read(path, ByteTokenizer(), min_shared=2)
     assert found.shared.tokens == 54 + 1, "the shared 7 repeats, 8 ends where it did"
+    found = trees.read(path, ByteTokenizer(), min_shared=31)
+    assert found.shared.tokens == 20 + 75, "everything repeats, the shared 30 of the tree of lengths as well"
     assert trees.read(path, ByteTokenizer()).trained is None
     path.write_text("\n".join(map(json.dumps, LINES[:2])))
     assert trees.read(path, ByteTokenizer()).trained == 2 + 2 + 1 + 3

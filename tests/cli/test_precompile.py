@@ -385,6 +385,7 @@ def test_the_command_that_the_store_names_makes_the_kernel(run, compiles, monkey
         (["--out", "a", "--models", "qwen3-8b", "--emit", "elf"], "code is written out as cubin, ptx, sass, got 'elf'"),
         (["--out", "a", "--head-dims", "60", "--gqa", "1"], "head_dim is 60, expected a multiple of 8"),
         (["--out", "a", "--models", "qwen3-8b", "-j", "0"], "-j"),
+        (["--check", "/absent", "--emit", "ptx"], "--emit writes what --out compiles, expected no --check beside it"),
         (["--check", "/absent"], "--check is '/absent', expected a folder that `dualkv precompile --out` made"),
         (["--out", "/proc/kernels", "--head-dims", "64", "--gqa", "1"], "kernels cannot be written to /proc/kernels"),
     ],
