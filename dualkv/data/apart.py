@@ -13,12 +13,8 @@ from dualkv.data.media import BESIDE, GRIDS, IN_ROWS, PLACES, TOGETHER, Entry
 
 
 def held(patches: str, inputs: Mapping[str, Any]) -> dict[str, IntArray] | None:
-    """Count every image's part of each input's first dimension; None where images cannot be run apart.
-
-    Args:
-        patches: the input with their pixels.
-        inputs: by name, of all images of this kind.
-    """
+    """Count every image's part of the first dimension of each input of one kind, whose pixels are `patches`; None where
+    images cannot be run apart."""
     if {IN_ROWS, TOGETHER} & inputs.keys():
         return None
     grid = next((inputs[name] for _, name, _ in GRIDS if name in inputs), None)

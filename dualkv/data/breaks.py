@@ -48,13 +48,8 @@ class Break:
 def find(
     sequences: Sequence[Tokens], shared: SharedPrefixes, decode: Callable[[list[int]], str] | None = None
 ) -> list[Break]:
-    """The breaks between sequences that are neighbours in the order of their tokens and share at least one.
-
-    Args:
-        sequences: N 1-D arrays of tokens.
-        shared: of them.
-        decode: the text of tokens, to compare the texts of differing ones.
-    """
+    """The breaks between sequences that are neighbours in the order of their tokens and share at least one; `decode`
+    makes text of tokens, to compare the texts of differing ones."""
     found = []
     for i, common in enumerate(shared.common.tolist()):
         if not common:
@@ -99,13 +94,9 @@ def _hashes(tokens: Tokens) -> npt.NDArray[np.uint64]:
 
 
 def described(breaks: Sequence[Break], where: Callable[[int], str]) -> list[str]:
-    """A sentence for each kind of break, with the first of them.
-
-    where: names a sequence.
-    """
+    """A sentence for each kind of break, with the first of them; `where` names a sequence."""
     sentences = []
-    kinds = ("tokenized again", True), ("edited", False)
-    for what, again in kinds:
+    for what, again in ("tokenized again", True), ("edited", False):
         some = [one for one in breaks if one.tokenized_again is again]
         if not some:
             continue

@@ -65,16 +65,3 @@ def paths(layout: Layout, last: IntArray) -> tuple[IntArray, IntArray]:
         rollout, segment = rollout[segment >= 0], segment[segment >= 0]
         pairs.append((rollout, segment))
     return np.concatenate([r for r, _ in pairs]), np.concatenate([s for _, s in pairs])
-
-
-def rollouts_of_rows(batch: Batch | Layout) -> IntArray:
-    """[T] the number of rollouts that each packed row stands for.
-
-    Args:
-        batch: or its layout, see :func:`last_segments`.
-
-    Raises:
-        ValueError: a layout of more than two levels, which does not say where rollouts end.
-    """
-    layout = layout_of(batch)
-    return np.repeat(rollouts_of_segments(layout, last_segments(batch)), layout._segments.lengths)

@@ -49,15 +49,11 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Token ids 0 to 255 are the bytes of UTF-8, and 256 ends a text. Needs no files.
-
-    Attributes:
-        used: whether text was encoded, so that what is counted are bytes.
-    """
+    """Token ids 0 to 255 are the bytes of UTF-8, and 256 ends a text. Needs no files."""
 
     vocab_size = 257
     eos_id: int | None = 256
-    used = False
+    used = False  # whether text was encoded, so that what is counted are bytes
 
     def encode(self, text: str) -> list[int]:
         self.used = True
@@ -108,12 +104,7 @@ class Group(NamedTuple):
 
 # ---------------------------------------------------------------- lines and documents
 class File(NamedTuple):
-    """A file of rollouts that :func:`load` has read: as the functions that take a path take it, too.
-
-    Attributes:
-        name: the path, or `-`.
-        objects: of :func:`objects`.
-    """
+    """A file of rollouts that :func:`load` has read: as the functions that take a path take it, too."""
 
     name: str
     objects: list[tuple[str, dict[str, Any]]]
@@ -128,11 +119,8 @@ def name_of(path: Source) -> str:
 
 
 def load(path: str | os.PathLike[str], parse: Callable[[dict[str, Any], Tokenizer], object]) -> File:
-    """A file whose errors come now, before anything is imported that takes seconds.
-
-    Args:
-        path: of :func:`objects`.
-        parse: what will read its objects later; text is checked as bytes.
+    """A file whose errors come now, before anything is imported that takes seconds. `parse` will read its objects
+    later; text is checked as bytes.
 
     Raises:
         ValueError: the first error, as `file:line: message`.
@@ -543,9 +531,7 @@ def _list(data: dict[str, Any], name: str) -> list[dict[str, Any]]:
 
 def _reward(data: dict[str, Any]) -> float | None:
     name = next((key for key in ("reward", "score", "reward_score") if data.get(key) is not None), None)
-    if name is None:
-        return None
-    return _number(repr(name), data[name])
+    return None if name is None else _number(repr(name), data[name])
 
 
 def _number(name: str, value: Any) -> float:

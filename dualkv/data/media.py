@@ -230,12 +230,8 @@ def difference(a: Entry, b: Entry) -> str | None:
 
 
 def grouped(keys: Sequence[Hashable], media: Sequence[Entry]) -> IntArray:
-    """[N] the group of each rollout: equal keys and equal media. Groups are numbered in the order of their first.
-
-    Args:
-        keys: [N] what says that two rollouts may share a prompt.
-        media: [N] of each rollout, or empty without any.
-    """
+    """[N] the group of each rollout: equal keys [N] and equal media [N], if there are any. Groups are numbered in the
+    order of their first."""
     found: dict[Hashable, list[int]] = {}  # equal tokens make several groups if their media differ
     leaders: list[int] = []  # the first rollout of each group
     group = np.empty(len(keys), np.int64)
@@ -267,11 +263,7 @@ class Image(NamedTuple):
 
 
 def images_of(name: str, entry: Entry) -> list[Image]:
-    """The images and videos of a text, in the order of their placeholders.
-
-    Args:
-        name: of the entry, in messages.
-        entry: of :func:`entries`.
+    """The images and videos of a text, one of :func:`entries`, in the order of their placeholders.
 
     Raises:
         ValueError: images and no value of tokens that says where they are, or which marks none; the reverse.

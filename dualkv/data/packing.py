@@ -36,7 +36,7 @@ from dualkv.arrays import (
     token_tensor,
 )
 from dualkv.data import media as images
-from dualkv.data.rows import Form, as_rows, check_unpacked, of_packed_rows, remember_layout
+from dualkv.data.rows import Form, Remembered, as_rows, check_unpacked, of_packed_rows
 from dualkv.layout import Layout
 
 GroupIds = Sequence[Hashable] | npt.NDArray[Any] | torch.Tensor
@@ -46,7 +46,7 @@ IGNORED = -100  # the label of rows that predict nothing: the default ignore_ind
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PackedBatch:
+class PackedBatch(Remembered):
     """Packed groups as input of a model, and the way back to one row per rollout.
 
     Made by :func:`pack` and :func:`pack_padded`. T packed tokens, N rollouts, M response tokens.
@@ -72,14 +72,6 @@ class PackedBatch:
     media: dict[str, Any] = field(default_factory=dict)
     _columns: IntArray | None = None  # [N] of the input, the column of each response's first token; None: all 0
     _places: IntArray | None = None  # [N] of [M], each response's place among the packed ones; None: in packed order
-
-    def __post_init__(self) -> None:
-        remember_layout(self.input_ids, self.layout, self.media)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Copies and pickles do not run __post_init__."""
-        self.__dict__.update(state)
-        self.__post_init__()
 
     @property
     def device(self) -> torch.device:
@@ -182,16 +174,9 @@ class PackedBatch:
         rows = values.index_select(0, ranges(begin, end - begin, values.device))
         return list(rows.split((end - begin).reshape(-1, 2).sum(1).tolist()))
 
-    @outside_inference_mode
     def to(self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> PackedBatch:
         """Copy the batch with its tensors on `device`, None for the present one."""
-        if device is None:
-            return self
-        input_ids = self.input_ids.to(device, non_blocking=non_blocking)
-        if input_ids is self.input_ids:
-            return self
-        layout = self.layout.to(input_ids.device)
-        return replace(self, input_ids=input_ids, layout=layout, media=images.moved(self.media, device, non_blocking))
+        return self._moved(device, non_blocking)
 
     def __repr__(self) -> str:
         return (

@@ -295,14 +295,8 @@ def _least(batch: PackedSequences) -> int:
 def costed(
     parts: list[TreePart], memory: Memory, keeps: float | None = None, values_first: bool = False
 ) -> Fitting | None:
-    """Count what parts take; None if one does not fit.
-
-    Args:
-        parts: in the order of running.
-        memory: the limit.
-        keeps: the share of layers that keep all; None: chosen for each part.
-        values_first: see :func:`plan_parts`.
-    """
+    """Count what parts take, in the order of running; None if one does not fit. `keeps` is the share of layers that
+    keep all, None: chosen for each part; for `values_first` see :func:`plan_parts`."""
     segments = parts[0].batch.layout._segments
     seen = segments.position + 1 + PAIRS_A_BORDER * segments.depth[segments.segment_of_row]
     chosen, most, time = list[TreePart](), 0.0, 0.0

@@ -186,8 +186,6 @@ def arrange(
     Args:
         batch: of all sequences, as they share now.
         shared: what they share; asked where the batch does not fit into one pass.
-        memory: the limit.
-        values_first: see :func:`dualkv.data.parts.plan_parts`.
 
     Returns:
         (parts of the batch, None, why); or, where copies of what they share take less time, ([], what they share then,

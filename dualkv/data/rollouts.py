@@ -181,16 +181,7 @@ def _mask(counts: list[int]) -> torch.Tensor:
 
 # ---------------------------------------------------------------------- drawn
 def topic_prompts(tokenizer: Tokenizer, prompt_len: int, count: int, seed: int) -> list[torch.Tensor]:
-    """Prompts from the reference text of Python's `help()`, which is part of Python.
-
-    Args:
-        tokenizer: turns the text into tokens.
-        prompt_len: tokens of each prompt.
-        count: number of prompts. Each is a piece of the text at a random position.
-        seed: of the positions.
-
-    Returns:
-        `count` tensors [prompt_len] int64.
+    """`count` prompts [prompt_len] int64: pieces, at random positions, of the reference text of Python's `help()`.
 
     Raises:
         ValueError: a Python without the text, or a prompt longer than the text.
@@ -212,7 +203,6 @@ def draw_rollouts(
     """Rollouts of pieces of text (:func:`topic_prompts`), with random rewards.
 
     Args:
-        tokenizer: turns the text into tokens.
         groups, prompt_len: number of prompts, and the tokens of each.
         responses, response_len: to each prompt, and the tokens of each, or of each of its turns.
         turns: of each response. Two follow each one until there are as many as responses; the last are all different.

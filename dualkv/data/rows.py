@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from dataclasses import replace
+from typing import Any, Literal, Self, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dualkv.arrays import IntArray, ranges
+from dualkv.arrays import IntArray, outside_inference_mode, ranges
+from dualkv.data.media import moved
 from dualkv.layout import Layout
 
 Form = Literal["list", "padded", "nested"]
@@ -18,16 +20,35 @@ Form = Literal["list", "padded", "nested"]
 _LAYOUTS, _MEDIA = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
 
 
+class Remembered:
+    """A batch whose `input_ids` remember its layout and its images, for models that get them without these."""
+
+    input_ids: torch.Tensor
+    layout: Layout
+    media: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        _LAYOUTS[self.input_ids] = self.layout
+        if self.media:
+            _MEDIA[self.input_ids] = self.media
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Copies and pickles do not run __post_init__."""
+        self.__dict__.update(state)
+        self.__post_init__()
+
+    @outside_inference_mode
+    def _moved(self, device: torch.device | str | int | None, non_blocking: bool) -> Self:
+        input_ids = self.input_ids if device is None else self.input_ids.to(device, non_blocking=non_blocking)
+        if input_ids is self.input_ids:
+            return self
+        layout, media = self.layout.to(input_ids.device), moved(self.media, input_ids.device, non_blocking)
+        return replace(cast(Any, self), input_ids=input_ids, layout=layout, media=media)
+
+
 def _check_tensor(values: object) -> None:
     if not isinstance(values, torch.Tensor):
         raise TypeError(f"values must be a tensor, got a {type(values).__name__}")
-
-
-def remember_layout(input_ids: torch.Tensor, layout: Layout, media: Mapping[str, Any]) -> None:
-    """Notes the layout of a batch's `input_ids` and its images, for models that get them without these."""
-    _LAYOUTS[input_ids] = layout
-    if media:
-        _MEDIA[input_ids] = media
 
 
 def forgotten_layout(input_ids: Any) -> Layout | None:
@@ -66,13 +87,8 @@ def check_unpacked(values: torch.Tensor, count: int, of: str, form: Form, layout
 
 
 def check_used(layout: Layout, subject: str, argument: str = "dualkv=batch.layout") -> None:
-    """Raise ValueError if no attention has used the layout, and causal attention over all rows is something else.
-
-    Args:
-        layout: as above.
-        subject: begins the message, before "of a layout".
-        argument: what the model should have got.
-    """
+    """Raise ValueError if no attention has used the layout, and causal attention over all rows is something else. The
+    message begins with `subject`, before "of a layout", and names the argument that the model should have got."""
     use = layout._segments.use
     if use.seen:
         return
@@ -108,17 +124,10 @@ def of_packed_rows(values: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def as_rows(
-    values: torch.Tensor,
-    lens: IntArray,
-    form: Form,
-    width: int,
-    padding_value: float,
-    columns: IntArray | None = None,
+    values: torch.Tensor, lens: IntArray, form: Form, width: int, padding_value: float, columns: IntArray | None = None
 ) -> Any:
-    """values [sum(lens), ...] end to end -> one row for each length: a list, [N, width, ...] padded, or nested.
-
-    columns: [N] in which rows of the padded form begin; 0 by default.
-    """
+    """values [sum(lens), ...] end to end -> one row for each length: a list, [N, width, ...] padded, where rows begin
+    in `columns` [N], 0 by default, or nested."""
     if form == "list":
         return list(values.split(lens.tolist()))
     if form == "padded":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import reprlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -32,7 +32,7 @@ from dualkv.arrays import (
 from dualkv.data import media as images
 from dualkv.data.frames import Frame, read_frame
 from dualkv.data.packing import IGNORED, LabelStyle, PackedBatch, check_label_style, label_copies
-from dualkv.data.rows import Form, as_rows, check_unpacked, of_packed_rows, remember_layout
+from dualkv.data.rows import Form, Remembered, as_rows, check_unpacked, of_packed_rows
 from dualkv.layout import Layout
 from dualkv.prefixes import PrefixTree, SharedPrefixes, read_sequences, shared_prefixes
 
@@ -43,7 +43,7 @@ Mask = Sequence[bool] | Sequence[int] | npt.NDArray[Any] | torch.Tensor
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PackedSequences:
+class PackedSequences(Remembered):
     """Sequences packed as trees, and the way back to one row per rollout. Made by :func:`pack_sequences`.
 
     T packed tokens, N rollouts, M trained tokens: packed rows whose token counts in at least one rollout's mask.
@@ -97,14 +97,6 @@ class PackedSequences:
             mask = np.concatenate([np.append(np.zeros(n - len(m), bool), m) for n, m in zip(lens, masks, strict=True)])
         of_rows = torch.cat(rows).numpy()
         return cls(batch.input_ids, batch.layout, of_rows, lens, mask, batch.label_style, media=batch.media)
-
-    def __post_init__(self) -> None:
-        remember_layout(self.input_ids, self.layout, self.media)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Copies and pickles do not run __post_init__."""
-        self.__dict__.update(state)
-        self.__post_init__()
 
     @property
     def device(self) -> torch.device:
@@ -231,16 +223,9 @@ class PackedSequences:
         values = of_packed_rows(values, self.layout)
         return list(_repeated(values, torch.from_numpy(self._rows).to(values.device)).split(self._lens.tolist()))
 
-    @outside_inference_mode
     def to(self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> PackedSequences:
         """Copy the batch with its tensors on `device`, None for the present one."""
-        if device is None:
-            return self
-        input_ids = self.input_ids.to(device, non_blocking=non_blocking)
-        if input_ids is self.input_ids:
-            return self
-        layout = self.layout.to(input_ids.device)
-        return replace(self, input_ids=input_ids, layout=layout, media=images.moved(self.media, device, non_blocking))
+        return self._moved(device, non_blocking)
 
     def __repr__(self) -> str:
         return (
@@ -381,11 +366,6 @@ def begins_of_spans(
     """Find where paths are cut: where a run of tokens that count begins.
 
     With "roll", the row before such a token belongs to its branch. A cut within an image moves to the image's begin.
-
-    Args:
-        masks: N times [length], of tokens that count.
-        labels: of the batch.
-        seen: images of the sequences.
 
     Returns:
         N ascending arrays, for :meth:`dualkv.prefixes.SharedPrefixes.cut_at`.

@@ -24,8 +24,7 @@ from transformers import PreTrainedConfig
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from dualkv.arrays import IntArray, check_integers, check_model
-from dualkv.data import counts
-from dualkv.data.counts import Batch
+from dualkv.data.counts import Batch, last_segments, layout_of, rollouts_of_segments
 from dualkv.data.rows import first_of_rows
 from dualkv.integrations.patching import Changes
 from dualkv.layout import Layout
@@ -47,7 +46,8 @@ def rollouts_of_rows(batch: Batch | Layout) -> IntArray:
     Raises:
         ValueError: a layout of more than two levels, which does not say where rollouts end.
     """
-    return counts.rollouts_of_rows(batch)
+    layout = layout_of(batch)
+    return np.repeat(rollouts_of_segments(layout, last_segments(batch)), layout._segments.lengths)
 
 
 def load_balancing_loss(
@@ -74,7 +74,7 @@ def load_balancing_loss(
         raise ValueError(f"count is {count!r}, expected one of {', '.join(get_args(Count))}")
     check_model(model)
     experts, chosen = (_number(model, names) for names in (EXPERTS, CHOSEN))
-    total = counts.layout_of(batch).num_tokens
+    total = layout_of(batch).num_tokens
     if router_logits is None or not len(router_logits):
         raise ValueError(f"router_logits is {router_logits}, expected those of a call with output_router_logits=True")
     if wrong := [len(logits) for logits in router_logits if len(logits) != total]:
