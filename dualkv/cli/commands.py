@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 import dualkv
 from codegen import KernelError, packages
@@ -198,9 +199,10 @@ def doctor(
         console.print(f"GPU: {gpu}")
     table = Table("package", "version", "for")
     for package in found.packages:
-        version = package.version or ("[red]missing[/red]" if package.needed else "[dim]not installed[/dim]")
+        version = Text(package.version or ("missing" if package.needed else "not installed"))
         if package.version and not package.usable:
-            version = f"[red]{package.version}, expected {package.versions}[/red]"
+            version.append(f", expected {package.versions}")
+        version.style = "" if package.usable else "red" if package.version or package.needed else "dim"
         table.add_row(package.name, version, package.purpose)
     runs = Table("tensors on", "attention runs as", "because")
     for row in found.runs:
@@ -212,9 +214,9 @@ def doctor(
         dims = "/".join(map(str, dict.fromkeys((ready.head_dim, ready.head_dim_v))))
         kernels.add_row(f"{ready.dtype}, head dim {dims}", ", ".join(map(str, ready.forward)) or "-", *words)
     console.print(kernels if found.kernels else "no kernels are ready")
-    console.print(found.lookup, markup=False, highlight=False)
+    console.print(found.lookup)
     for sentence in found.advice:
-        console.print(f"- {sentence}", markup=False)
+        console.print(f"- {sentence}")
     write_json(found.as_dict(), json_to)
     if not found.healthy:
         raise typer.Exit(1)
@@ -233,7 +235,7 @@ def _doctor_model(model: str, register: str | None, console: Console, json_to: s
     says = "runs packed" if found.runs else "does not run packed"
     sentences = [f"{model} ({found.architecture}) {says}", *found.layers, *found.refusals, *found.notes]
     for i, sentence in enumerate(sentences):
-        console.print(f"- {sentence}" if i else sentence, markup=False, highlight=False, soft_wrap=True)
+        console.print(f"- {sentence}" if i else sentence, soft_wrap=True)
     write_json(found.as_dict(), json_to)
     if not found.runs:
         raise typer.Exit(1)
@@ -398,7 +400,7 @@ def trees(
     for summary in summaries:
         counted = [files.BYTES] * (summary.unit == "bytes")
         for sentence in (*counted, summary.verdict, *([summary.plan] if summary.plan else []), *summary.breaks):
-            console.print(f"{summary.name}: {sentence}", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"{summary.name}: {sentence}", soft_wrap=True)
     write_json({"rollouts": [summary.as_dict() for summary in summaries]}, json_to)
 
 
@@ -474,7 +476,7 @@ def precompile(
     if check is not None:
         found = kernels.check(check, specs)
         for sentence in kernels.described(found):
-            console.print(sentence, markup=False, highlight=False)
+            console.print(sentence)
         write_json(dataclasses.asdict(found), json_to)
         if found.problems:
             raise typer.Exit(1)
@@ -487,7 +489,7 @@ def precompile(
     for row in kernels.rows(result):
         table.add_row(*row)
     console.print(table)
-    console.print(kernels.summary(result), markup=False, highlight=False)
+    console.print(kernels.summary(result))
     write_json(result.as_dict(), json_to)
 
 
@@ -499,11 +501,11 @@ def toolchain_install(debug: DebugOption = False) -> None:
     there = toolchain.found()
     console = console_of(None)
     if there is not None:
-        console.print(f"nothing to install: {there} compiles kernels", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"nothing to install: {there} compiles kernels", soft_wrap=True)
         return
     console.print(f"installing {', '.join(toolchain.requirements())} into {toolchain.private_folder()}", soft_wrap=True)
     made = toolchain.install()
-    console.print(f"{made} compiles kernels from now on", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"{made} compiles kernels from now on", soft_wrap=True)
 
 
 # ---------------------------------------------------------------------- output

@@ -19,10 +19,10 @@ WIDE = 200  # columns of a table that no terminal shows: a file or another progr
 
 
 def console_of(json_to: str | None) -> Console:
-    """Standard output, unless the JSON goes there; its folder is there."""
+    """Standard output, unless the JSON goes there; its folder is there. Text is printed as it is, brackets too."""
     if json_to not in (None, "-"):
         check_folder(Path(str(json_to)))
-    return wide_enough(Console(stderr=json_to == "-"))
+    return wide_enough(Console(stderr=json_to == "-", markup=False, highlight=False))
 
 
 def wide_enough(console: Console) -> Console:
@@ -34,14 +34,10 @@ def wide_enough(console: Console) -> Console:
 
 @contextmanager
 def tracked(console: Console, first: str = "starting", line_of: Callable[[Any], str] | None = None) -> Iterator[Any]:
-    """Progress bars of loops, one line at a time, while something runs.
-
-    Args:
-        console: where no terminal shows it, there are no bars.
-        first: what runs before the first loop.
-        line_of: instead of bars prints this line for each item there; None prints none.
-    """
-    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    """Progress bars of loops, one line at a time, while something runs; `first` runs before the first loop. Where no
+    terminal shows the console, `line_of` each item is printed instead, None for none."""
+    what = TextColumn("{task.description}", markup=False)
+    columns = SpinnerColumn(), what, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     progress = Progress(*columns, console=console, transient=True)
     # Elsewhere a progress bar would leave an empty line before what follows it: with rich 14.0 a disabled one too.
     with progress if console.is_interactive else nullcontext():

@@ -263,8 +263,6 @@ def precompile(
     """Compile what `folder` lacks of `specs` and write its manifest.json; a second call compiles nothing.
 
     Args:
-        specs: kernels.
-        folder: made if need be.
         jobs: compiles at a time, each a process.
         code: of codegen.precompiled.CODE, written to `folder/code` for reading.
         wheel: a folder to write a wheel of these kernels to.

@@ -1,4 +1,4 @@
-"""Progress of loops, with and without a terminal."""
+"""Progress of loops, with and without a terminal; brackets in what is printed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import io
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
-from dualkv.cli.output import tracked
+from dualkv.cli.output import console_of, tracked
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -23,3 +24,14 @@ def test_a_line_for_each_item_where_no_terminal_is(terminal):
     with tracked(Console(file=silent)) as track:
         assert list(track("ab", "measuring", 2)) == ["a", "b"]
     assert silent.getvalue() == ""
+
+
+def test_brackets_are_printed(capsys):
+    """A side that lacks a package says how to install it, in a cell of the table of `dualkv bench`."""
+    table = Table("dualkv[bench]", title="r[old].jsonl")
+    table.add_row("not installed: pip install 'dualkv[cudnn]'")
+    console_of(None).print(table)
+    with tracked(Console(file=io.StringIO(), force_terminal=True, width=200)) as track:
+        list(track("a", "r[/old].jsonl", 1))
+    out = capsys.readouterr().out
+    assert all(text in out for text in ("dualkv[bench]", "r[old].jsonl", "pip install 'dualkv[cudnn]'"))
