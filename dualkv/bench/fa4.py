@@ -83,15 +83,8 @@ def _side(
     ready: Callable[[], None],
     extra: Apart,
 ) -> Side:
-    """The side that runs all `calls`.
-
-    Args:
-        inputs, direction: of the workload.
-        calls: by name.
-        out: (rows, values) of the output, after the forwards.
-        ready: makes the calls ready for the backward, after the forwards.
-        extra: by direction, what a whole step needs beside the calls.
-    """
+    """The side that runs all `calls`. After the forwards `out` has (rows, values) of the output, and `ready` makes the
+    calls ready for the backward; `extra` has, by direction, what a whole step needs beside the calls."""
     calls = {name: call for name, call in calls.items() if call.sequences}
     runs: list[Callable[[], None]] = []
     if direction != "bwd":

@@ -203,15 +203,9 @@ def report(
     workloads: Sequence[Workload], directions: Sequence[str], names: Sequence[str], seconds: float, rounds: int,
     time_limit: float | None = None, track: Track = untracked,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Yields the report after each of its results; the last one is whole.
-
-    Args:
-        workloads, directions, names: what is measured: every workload in every direction by all of these sides.
-        seconds: of a sustained turn.
-        rounds: turns of a side.
-        time_limit: seconds after which nothing new is begun; `asked` in the report says of how many results.
-        track: shows progress.
-    """
+    """Yields the report after each of its results, the last one whole: every workload in every direction by all of the
+    sides `names`, in `rounds` turns of so many seconds. After `time_limit` seconds nothing new is begun; `asked` in the
+    report says of how many results."""
     meter, clock = Meter(), Clock(time_limit)
     settings = {"seconds": seconds, "rounds": rounds, "time_limit": time_limit, "sides": list(names)}
     asked = list(itertools.product(workloads, directions))

@@ -139,12 +139,8 @@ class Trace:
         return Layout.from_segments(self.tree.offsets, self.tree.parent, device)
 
     def token_sequences(self, vocabulary: int) -> list[npt.NDArray[np.int64]]:
-        """Random tokens, equal where pieces are: the prefixes that they share are those of the pieces.
-
-        Args:
-            vocabulary: tokens are below it. Pieces that stand behind the same text differ in their first token if
-                their numbers differ by less.
-        """
+        """Random tokens below `vocabulary`, equal where pieces are: the prefixes that they share are those of the
+        pieces. Pieces that stand behind the same text differ in their first token if their numbers differ by less."""
         texts = {}
         for piece in set(itertools.chain(*self.sequences)):
             text = np.random.default_rng([0, piece.number]).integers(vocabulary, size=piece.tokens)
