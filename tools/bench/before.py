@@ -78,17 +78,19 @@ class Kernels:
             hopper._backward_kernels.cache_clear()
 
     def side(self, deterministic: bool) -> Callable[[Inputs, str], Side]:
-        def made(inputs: Inputs, direction: str) -> Side:
-            self.use()
-            side = sides.ours(inputs, direction, deterministic)
+        return lambda inputs, direction: switched(self.use, inputs, direction, deterministic)
 
-            def call() -> Any:
-                self.use()
-                return side.call()
 
-            return replace(side, call=call)
+def switched(use: Callable[[], None], inputs: Inputs, direction: str, deterministic: bool = False) -> Side:
+    """The side of our kernels, those that `use` puts in place, before each call again."""
+    use()
+    side = sides.ours(inputs, direction, deterministic)
 
-        return made
+    def call() -> Any:
+        use()
+        return side.call()
+
+    return replace(side, call=call)
 
 
 def earlier(folder: Path) -> Callable[[KernelSpec], Kernel]:

@@ -13,7 +13,6 @@ import os
 import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from itertools import product
 from typing import Annotated, Any
 
@@ -28,6 +27,7 @@ from dualkv.bench.inputs import Inputs, Side
 from dualkv.bench.show import markdown_table
 from dualkv.bench.workloads import MAIN, Workload, parse
 from dualkv.ops import hopper
+from tools.bench.before import switched
 from tools.bench.record import OptionalJsonPath, Record
 from tools.ncu.job import TABLES, changed, read_tile
 
@@ -83,14 +83,7 @@ class Candidate:
         return [forward_spec("bf16", head_dim, ratio, head_dim_v=of_v) for ratio in ratios]
 
     def side(self, inputs: Inputs, direction: str) -> Side:
-        self.use()
-        side = sides.ours(inputs, direction)
-
-        def call() -> Any:
-            self.use()
-            return side.call()
-
-        return replace(side, call=call)
+        return switched(self.use, inputs, direction)
 
 
 def pair(head_dim: HeadDims) -> tuple[int, int | None]:
