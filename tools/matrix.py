@@ -50,12 +50,8 @@ PARENTS = [-1, 0, 0, 0, -1, 4, 4, 6, 6, -1, 9, 10, 9]
 
 
 class Case(NamedTuple):
-    """A model class with a small configuration, and what its sequences are.
-
-    Attributes:
-        batch: the sequences, packed as trees.
-        weight: [T] of each packed row in the loss; 0 where a row predicts nothing.
-    """
+    """A model class with a small configuration, its sequences, packed as trees, and the weight [T] of each packed row
+    in the loss, 0 where a row predicts nothing."""
 
     cls: type[PreTrainedModel]
     config: PreTrainedConfig

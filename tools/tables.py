@@ -20,16 +20,7 @@ from dualkv.bench.show import DIRECTIONS, markdown_table
 from dualkv.bench.sides import SIDES
 from dualkv.bench.workloads import MAIN, parse
 from tools import filed, matrix_rows, trust_rows, zoo_rows
-from tools.bench import (
-    cold_start,
-    features,
-    host_time,
-    real_layers,
-    real_model,
-    trace_rows,
-    tune_rows,
-    walk_rows,
-)
+from tools.bench import cold_start, features, host_time, real_layers, real_model, trace_rows, tune_rows, walk_rows
 from tools.bench.record import commit_of, runs_of
 from tools.ncu import show as ncu
 from tools.sanitize import show as sanitize

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shlex
 
 import pytest
 
@@ -40,10 +41,18 @@ def test_figures_say_where_they_come_from(path):
     assert path.read_text() == filed.laid_out(path), "run `python -m tools.tables`"
 
 
+def options_of(name):
+    """Values by option of a record's command line, which has no switches."""
+    words, values = shlex.split(attention.RECORDS[name]), {}
+    for option, value in zip(words[::2], words[1::2], strict=True):
+        values.setdefault(option, []).append(value)
+    return values
+
+
 @pytest.mark.parametrize("name", attention.RECORDS)
 def test_benchmarks_are_those_of_the_commands(name):
     """All of what the command asks for, or the part that was recorded."""
-    made, options = filed.read(attention.RESULTS / f"{name}.json"), attention.options_of(name)
+    made, options = filed.read(attention.RESULTS / f"{name}.json"), options_of(name)
     assert made["schema"] == SCHEMA
     assert set(made["settings"]["sides"]) <= set(command.sides(options["-s"]))
     asked = [(workload, direction) for workload in options["-w"] for direction in command.directions(*options["-d"])]
@@ -63,7 +72,7 @@ def test_cudnn_is_asked_for_wherever_another_peer_is():
     head dims beyond its own."""
     beside = {True: set(), False: set()}
     for name in attention.RECORDS:
-        options = attention.options_of(name)
+        options = options_of(name)
         directions = command.directions(*options["-d"])
         for side in options["-s"]:
             if not side.startswith(("dualkv", "torch")):

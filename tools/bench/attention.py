@@ -157,15 +157,6 @@ def as_ampere() -> None:
         setattr(CUDAConfigHeuristic, name, of_a100)
 
 
-def options_of(name: str) -> dict[str, list[str]]:
-    """Values by option of a record's command line, which has no switches."""
-    words = iter(shlex.split(RECORDS[name]))
-    found: dict[str, list[str]] = {}
-    for option in words:
-        found.setdefault(option, []).append(next(words))
-    return found
-
-
 def kept(report: dict[str, Any]) -> dict[str, Any]:
     """A report without the lengths that a workload's name stands for, and with those figures of its sides that tables
     and documents are made from."""

@@ -133,8 +133,7 @@ def costs(record: dict[str, Any]) -> str:
 
 
 def main(
-    json_to: JsonPath,
-    pairs: Annotated[int, typer.Option(help="Of batches, with the feature and without.")] = 30,
+    json_to: JsonPath, pairs: Annotated[int, typer.Option(help="Of batches, with the feature and without.")] = 30
 ) -> None:
     """Measure what sinks and softcapping cost, and their errors; figures are written after each."""
     os.environ.update(dict.fromkeys(PEER_CACHES, "1"))

@@ -50,12 +50,7 @@ from tools.bench.step import Sizes, loss_weights, make_model, step
 @dataclass(frozen=True)
 class Groups:
     """The sizes of groups for parts that have other groups than the command line's; lengths are drawn from 1/4 to all
-    of these.
-
-    Attributes:
-        groups, responses: how many, and responses of each.
-        prompt_len, response_len: the longest.
-    """
+    of these."""
 
     groups: int
     responses: int

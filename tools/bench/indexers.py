@@ -48,12 +48,7 @@ def published(heads: int, keys: int) -> Any:
 def measure(
     model: Any, prompt_len: int, response_len: int, responses: int, together: int, repeats: int
 ) -> dict[str, Any]:
-    """Figures of both ways.
-
-    Args:
-        together: sequences apart that run in one call.
-        repeats: timed runs of each.
-    """
+    """Figures of both ways; `together` sequences apart run in one call."""
     device, width = model.device, model.config.hidden_size
     packed = Layout.from_lengths([prompt_len], [[response_len] * responses], device)
     draw = torch.Generator(device).manual_seed(0)

@@ -42,9 +42,7 @@ from tools.bench import harness, stock_attention
 from tools.bench.megatron_costs import Group, Model, flops, saving
 from tools.bench.record import JsonPath, Record
 
-CASES = {
-    "main": Group(32, 8192, 2048),
-}
+CASES = {"main": Group(32, 8192, 2048)}
 WAYS = "packed", "replicated"
 
 
@@ -215,13 +213,7 @@ def weights_of(run: Run, group: Group) -> torch.Tensor:
     return drawn.view(group.groups, -1).to(run.device)
 
 
-def packed_steps(
-    run: Run,
-    model: Any,
-    group: Group,
-    own: slice = slice(None),
-    cp_comm_type: str = "a2a",
-) -> list[Step]:
+def packed_steps(run: Run, model: Any, group: Group, own: slice = slice(None), cp_comm_type: str = "a2a") -> list[Step]:
     """Make one step for all groups, or for `own` of them."""
     from dualkv.integrations.megatron import PackedGroups
 
@@ -263,12 +255,8 @@ def replicated_steps(run: Run, model: Any, group: Group) -> list[Step]:
 
 # ---------------------------------------------------------------- time and memory
 def timed(model: Any, steps: list[Step], repeats: int, rows: int) -> tuple[dict[str, Any], torch.Tensor]:
-    """Seconds of all micro-batches after two untimed runs of the first, and the peak of memory; the log-probs.
-
-    Args:
-        model, steps, rows: what runs, and its rows of all micro-batches.
-        repeats: of all micro-batches.
-    """
+    """Seconds of all micro-batches, of so many rows, after two untimed runs of the first, and the peak of memory; the
+    log-probs."""
     model.zero_grad(set_to_none=True)
     torch._dynamo.reset()
     # What is compiled may be compiled again for what the first backward leaves.

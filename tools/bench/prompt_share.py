@@ -30,13 +30,8 @@ WHOLE = 16  # prompts are multiples of so many tokens
 def measure(
     sizes: Sizes, shares: Sequence[float], rounds: int, seconds: float, stock: str, device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """Yield the figures after each pair of turns: all shares once, then all shares again, `rounds` times.
-
-    Args:
-        sizes: the group; prompt_len + response_len is the length of every sequence.
-        shares: shares of the prompt in this length, each above 0 and below 1.
-        stock: the attention of the replicated way, one of `stock_attention.CALLS`.
-    """
+    """Yield the figures after each pair of turns: all shares of the prompt in the length of a sequence, prompt_len +
+    response_len, once, then all shares again, `rounds` times. `stock` is the attention of the replicated way."""
     models = {way: make_model(sizes, device) for way in ("replicated", "packed")}
     enable(models["packed"])
     models["replicated"].config._attn_implementation = {"": stock_attention.register(stock, sizes.length)}

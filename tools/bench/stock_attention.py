@@ -152,9 +152,6 @@ def fastest(
 ) -> tuple[str, dict[str, float | str]]:  # fmt: skip
     """The fastest of some of :data:`CALLS` on the current GPU, and the seconds of each or why it does not run here.
 
-    Args:
-        kinds: (window, whether there are sinks) of layers.
-
     Raises:
         RuntimeError: none of them runs.
     """

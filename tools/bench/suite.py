@@ -47,16 +47,9 @@ def main(
     json_to: JsonPath,
 ) -> None:
     about = runs_of(filed.read(of))[-1]
-    counted = [count(path.read_text()) for path in logs]
-    modules: dict[str, Counter[str]] = {}
-    for one in counted:
-        for name, outcomes in one["modules"].items():
-            modules.setdefault(name, Counter()).update(outcomes)
-    made = {key: about[key] for key in ABOUT} | {
-        "modules": {name: dict(sorted(outcomes.items())) for name, outcomes in sorted(modules.items())},
-        "notes": [n for one in counted for n in one["notes"]],
-    }
-    json_to.write_text(filed.text(made))
+    texts = [path.read_text() for path in logs]
+    notes = [note for text in texts for note in count(text)["notes"]]  # of each by itself, as one may be cut
+    json_to.write_text(filed.text({key: about[key] for key in ABOUT} | count("\n".join(texts)) | {"notes": notes}))
 
 
 if __name__ == "__main__":

@@ -15,19 +15,13 @@ SYMBOLS = 32
 
 @dataclass(frozen=True)
 class Task:
-    """Attributes:
-    groups: prompts of an update.
-    responses: responses of each prompt.
-    prompt_len: tokens of each prompt.
-    response_len: tokens of each response.
-    present: symbols that a prompt holds.
-    """
+    """The prompts of an update, responses of each, and tokens."""
 
     groups: int = 8
     responses: int = 16
     prompt_len: int = 96
     response_len: int = 8
-    present: int = 4
+    present: int = 4  # symbols that a prompt holds
 
     def prompts(self, seed: int) -> torch.Tensor:
         """[groups, prompt_len] int64."""

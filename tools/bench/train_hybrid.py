@@ -31,10 +31,8 @@ WAYS = "replicated", "packed"
 
 @torch.no_grad()
 def sample(model: Any, prompts: torch.Tensor, task: Task, seed: int) -> torch.Tensor:
-    """prompts [groups, P] -> responses [groups, N, R] at temperature 1, every token by a forward of the whole sequence.
-
-    The random numbers depend on the seed alone, and each picks a token by the inverse of the cumulative distribution.
-    """
+    """prompts [groups, P] -> responses [groups, N, R] at temperature 1, every token by a forward of the whole sequence;
+    numbers that depend on the seed alone pick tokens by the inverse of the cumulative distribution."""
     generator = torch.Generator().manual_seed(seed)
     uniform = torch.rand(task.groups * task.responses, task.response_len, generator=generator, dtype=torch.float64)
     uniform = uniform.to(model.device)

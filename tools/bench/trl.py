@@ -30,7 +30,7 @@ import logging
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -126,13 +126,8 @@ def of_trainer(
     micro_batch: int | None = None,
     walk_bytes: float | None = None,
 ) -> Step:
-    """A step of a trainer, which gets what its generation would have left.
-
-    Args:
-        micro_batch: sequences at once; None: all.
-        walk_bytes: what a walk takes as the memory that is free.
-    """
-    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
+    """A step of a trainer, which gets what its generation would have left, of so many sequences at once, by default
+    all; `walk_bytes` is what a walk takes as the memory that is free."""
     with tempfile.TemporaryDirectory() as folder:  # TRL wants one; nothing is written there
         trainer = cls(
             model,
@@ -145,8 +140,7 @@ def of_trainer(
                 num_generations=len(rollouts.responses) if s.trace else s.responses,
                 report_to="none",
             ),
-            train_dataset=datasets.Dataset.from_dict({"prompt": [""]}),
-            processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
+            **stand_ins(),
         )
     trainer.current_gradient_accumulation_steps = 1
     pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
@@ -206,17 +200,26 @@ class FlashAttention4:
         causal: bool,
         **_: Any,
     ) -> Any:
-        return import_module("flash_attn.cute").flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            cu_seqlens_q=cu_q,
-            cu_seqlens_k=cu_k,
-            max_seqlen_q=max_q,
-            max_seqlen_k=max_k,
-            softmax_scale=softmax_scale,
-            causal=causal,
-        )
+        lens = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
+        call = import_module("flash_attn.cute").flash_attn_varlen_func
+        return call(q, k, v, **lens, softmax_scale=softmax_scale, causal=causal)
+
+
+def stand_ins() -> dict[str, Any]:
+    """Arguments of trainers that nothing here uses."""
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+    return {"train_dataset": datasets.Dataset.from_dict({"prompt": [""]}), "processing_class": tokenizer}
+
+
+def check_names(model: str, dtype: str, names: Sequence[str]) -> None:
+    """Raises typer.BadParameter for an unknown model, dtype or trace."""
+    if model not in CONFIGS:
+        raise typer.BadParameter(f"{model!r} is none of {', '.join(CONFIGS)}")
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"{dtype!r} is none of {', '.join(DTYPES)}")
+    if unknown := [name for name in names if traces.parse(name) is None]:
+        raise typer.BadParameter(f"{unknown[0]!r} is no trace")
 
 
 def of_tree(model: Any, rollouts: Rollouts, seconds: dict[str, float]) -> Step:
@@ -258,12 +261,8 @@ def of_tree(model: Any, rollouts: Rollouts, seconds: dict[str, float]) -> Step:
 def make_step(
     way: str, s: Settings, rollouts: Rollouts, device: torch.device, exact: bool = False, split_bytes: float = 0.0
 ) -> tuple[Any, Step, dict[str, float]]:
-    """Model and step of a way, and the time of making its rows.
-
-    Args:
-        exact: in fp32, of weights rounded to the dtype.
-        split_bytes: what "split" took beside weights, for "walked".
-    """
+    """Model and step of a way, and the time of making its rows. `exact` is in fp32, of weights rounded to the dtype;
+    `split_bytes` is what "split" took beside weights, for "walked"."""
     model = harness.make_model(harness.make_config(s.model, s.layers), s.dtype, device)
     if exact:
         model.float()
@@ -348,10 +347,8 @@ def main(
     ] = None,
 ) -> None:
     """Measure forward and backward of one micro-batch; print and write the figures."""
-    if s.model not in CONFIGS:
-        raise typer.BadParameter(f"{s.model!r} is none of {', '.join(CONFIGS)}")
-    if s.dtype not in DTYPES:
-        raise typer.BadParameter(f"{s.dtype!r} is none of {', '.join(DTYPES)}")
+    names = list(dict.fromkeys([*(distance or []), *(trace or [])]))
+    check_names(s.model, s.dtype, names)
     ways = list(WAYS[:3]) if s.ways is None else s.ways
     kinds = ["walked" if way.startswith("walked:") else way for way in ways]
     if not set(kinds) <= set(WAYS):
@@ -360,9 +357,6 @@ def main(
         raise typer.BadParameter("--way split is given without --micro-batch")
     if "walked" in kinds and "split" not in kinds[: kinds.index("walked")]:
         raise typer.BadParameter("--way walked is given without --way split before it, whose memory is its limit")
-    names = list(dict.fromkeys([*(distance or []), *(trace or [])]))
-    if unknown := [name for name in names if traces.parse(name) is None]:
-        raise typer.BadParameter(f"{unknown[0]!r} is no trace")
     settings = replace(s, ways=ways)
     logging.basicConfig()
     logging.getLogger("dualkv").setLevel(logging.INFO)  # walks log what they measure and plan

@@ -32,13 +32,10 @@ from typing import Annotated, Any, cast
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # read when its module is imported
 
-import datasets
 import numpy as np
 import torch
 import trl
 import typer
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
 from trl.experimental import async_grpo
 from trl.experimental.async_grpo import async_grpo_trainer as theirs
 from trl.experimental.async_grpo import packing
@@ -54,7 +51,7 @@ from dualkv.integrations.trl.async_grpo import AsyncGRPOTrainer
 from dualkv.models import CONFIGS
 from tools.bench import harness
 from tools.bench.record import JsonPath, Record
-from tools.bench.trl import FlashAttention4
+from tools.bench.trl import FlashAttention4, check_names, stand_ins
 
 WAYS: dict[str, Any] = {"trl": theirs.AsyncGRPOTrainer, "dualkv": AsyncGRPOTrainer}
 
@@ -124,7 +121,6 @@ class Step:
     """
 
     def __init__(self, cls: Any, folder: Path, s: Settings, exact: bool = False) -> None:
-        words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
         worker = SimpleNamespace(rollout_buffer=queue.Queue(), metrics_queue=queue.Queue())
         self.trainer = cls(
             str(folder / "model"),
@@ -141,8 +137,7 @@ class Step:
                 token_budget=-1,
                 report_to="none",
             ),
-            train_dataset=datasets.Dataset.from_dict({"prompt": [""]}),
-            processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
+            **stand_ins(),
             rollout_worker=worker,
             weight_transfer=worker,
         )
@@ -227,13 +222,8 @@ def main(
     distance: Annotated[list[str] | None, typer.Option(help="Further traces, compared with fp32, not timed.")] = None,
 ) -> None:
     """Measure both trainers in turns; print and write the figures."""
-    if s.model not in CONFIGS:
-        raise typer.BadParameter(f"{s.model!r} is none of {', '.join(CONFIGS)}")
-    if s.dtype not in DTYPES:
-        raise typer.BadParameter(f"{s.dtype!r} is none of {', '.join(DTYPES)}")
     names = {"traces": trace or [], "distance": distance or []}
-    if unknown := [name for name in [*names["traces"], *names["distance"]] if traces.parse(name) is None]:
-        raise typer.BadParameter(f"{unknown[0]!r} is no trace")
+    check_names(s.model, s.dtype, [*names["traces"], *names["distance"]])
     device = harness.best_device()
     if find_spec("kernels") is None:
         packing._flash_attn = lambda: FlashAttention4

@@ -22,12 +22,7 @@ from dualkv.ops import cudnn, hopper
 from tools.bench.record import JsonPath, Record
 
 ONE_UPDATE: dict[str, Any] = {"groups": 1, "steps": 1}
-QWEN = ONE_UPDATE | {
-    "model": "qwen3-0.6b",
-    "dtype": "bfloat16",
-    "device": "cuda",
-    "gradient_checkpointing": True,
-}
+QWEN = ONE_UPDATE | {"model": "qwen3-0.6b", "dtype": "bfloat16", "device": "cuda", "gradient_checkpointing": True}
 OF_A_WAY = ("tokens", "seconds", "peak_bytes")  # that is filed
 RUNS = {
     "cpu": ONE_UPDATE | {"device": "cpu", "prompt_len": 2048, "responses": 16, "response_len": 128},

@@ -39,10 +39,9 @@ REASONS = {
 
 
 def why(tool: str, report: dict[str, Any], shown: dict[str, int]) -> str | None:
-    """The name of REASONS by which a report is a false positive, None where it is an error.
+    """The name of REASONS by which a tool's report is a false positive, None where it is an error.
 
     Args:
-        tool: that reported it.
         report: its `what`, `kernel`, `instructions`, and `unpaced`: cases in a fixed order or without dQ have it.
         shown: reports of the tool about each of the controls.
     """
