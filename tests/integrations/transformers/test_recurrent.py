@@ -514,6 +514,15 @@ def test_what_stands_beside_a_layout_is_refused(family: str) -> None:
         model(input_ids=ids, dualkv=TREE, seq_idx=torch.zeros_like(ids))
 
 
+def test_a_cache_by_place_is_refused() -> None:
+    def forward(self: Any, hidden_states: Any, position_embeddings: Any, past_key_values: Any = None) -> None:
+        raise AssertionError("the layer's own forward is called")
+
+    packed = seams.FORWARDS["MiniMaxLightningAttention"](forward)
+    with pytest.raises(ValueError, match="past_key_values came together with dualkv"):
+        packed(None, torch.zeros(1, TREE.num_tokens, 4), None, object(), dualkv=TREE)
+
+
 def test_other_rows_are_refused() -> None:
     mixer = make("qwen3_5_text").model.layers[0].linear_attn
     enable(make("qwen3_5_text"), check=False)

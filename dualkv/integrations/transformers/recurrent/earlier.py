@@ -1,7 +1,7 @@
 """Recurrent layers of transformers before 5.17, which do not hand a layout on to functions of their modeling file.
 
 Gated delta nets call functions that an instance holds, with arguments that they choose: a packed call runs their
-forward on a :class:`_StandIn` that holds functions of ours. Mamba-2 and the short convolutions of LFM2 have all in one
+forward on a :class:`StandIn` that holds functions of ours. Mamba-2 and the short convolutions of LFM2 have all in one
 method; a packed call runs the same computation around our convolution and scan. Some modules do not hand on what they
 are called with; their part finds the layout in an attribute then.
 
@@ -61,14 +61,9 @@ def knows(cls: type[Any]) -> bool:
 
 
 def packed_forward(cls: type[Any], conv: Forward, delta: Callable[[Forward], Forward], mamba2: Forward) -> Forward:
-    """`forward(layer, hidden_states, layout, **kwargs)` of packed rows.
-
-    Args:
-        cls: a class that :func:`knows` knows.
-        conv: a convolution of packed rows, made of :func:`dualkv.integrations.recurrent.rules.convolution`.
-        delta: makes the gated delta rule of packed rows of transformers' function.
-        mamba2: a scan of packed rows, made of :func:`dualkv.integrations.recurrent.rules.chunk_scan`.
-    """
+    """`forward(layer, hidden_states, layout, **kwargs)` of packed rows, for a class that :func:`knows` knows: by a
+    convolution and a scan of packed rows (of :mod:`dualkv.integrations.recurrent.rules`), and `delta`, which makes the
+    gated delta rule of packed rows of transformers' function."""
     if cls.__name__ in GATED:
         rule = delta(getattr(sys.modules[cls.__module__], f"torch_{DELTA}"))
         return partial(_gated, inspect.unwrap(cls.forward), conv, rule)
@@ -132,11 +127,8 @@ def _taking(own: Forward) -> Forward:
 
 @contextmanager
 def without_libraries(file: Any) -> Iterator[None]:
-    """Make gated delta nets that are built in this context compute by PyTorch functions, which run on the CPU too.
-
-    Args:
-        file: the module of the model that is built.
-    """
+    """Make gated delta nets of a modeling file that are built in this context compute by PyTorch functions, which run
+    on the CPU too."""
     names = vars(file)
     gated = any(isinstance(x, type) and name in GATED and knows(x) for name, x in names.items())
     with Changes(file) as changes:
@@ -161,7 +153,7 @@ def in_one_chunk(mixers: Iterable[nn.Module]) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------- gated delta nets
-class _StandIn:
+class StandIn:
     """A recurrent layer with other functions."""
 
     def __init__(self, layer: nn.Module, **functions: Forward) -> None:
@@ -177,7 +169,7 @@ def _gated(own: Forward, conv: Forward, rule: Forward, layer: Any, x: Tensor, la
         return conv(hidden_states=x, dualkv=layout, **given)
 
     functions: dict[str, Forward] = {CONV: convolved, DELTA: partial(rule, dualkv=layout)}
-    return own(_StandIn(layer, **functions), x, **kwargs)
+    return own(StandIn(layer, **functions), x, **kwargs)
 
 
 # ---------------------------------------------------------------- Mamba-2 and short convolutions

@@ -238,73 +238,56 @@ def _meant(own: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
     return {name: given[name] for name in parameters if name in given and name not in STATES}
 
 
-# ---------------------------------------------------------------- convolutions
-def _conv(own: Callable[..., Any]) -> Callable[..., Any]:
-    """`causal_conv1d_fn(x [1, C, T], weight [C, k], bias, activation=)`."""
-
-    @wraps(own)
-    def call(*args: Any, dualkv: Any = None, **kwargs: Any) -> Any:
-        if dualkv is None:
-            return _plain(own)(*args, **kwargs)
-        return packed(dualkv, args, kwargs)
+# ---------------------------------------------------------------- the functions of modeling files
+def _seam(packed: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A wrapper of functions and forwards of a modeling file: a call with `dualkv=layout` runs
+    packed(own, trees, given) outside the graph of `torch.compile`, `given` the other arguments by name."""
 
     @torch.compiler.disable
-    def packed(dualkv: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        trees = _checked(dualkv, kwargs)
+    def with_layout(own: Callable[..., Any], dualkv: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = dict(zip(inspect.signature(inspect.unwrap(own)).parameters, args, strict=False)) | kwargs
-        activation = {"activation": given["activation"]} if "activation" in given else {}
-        x = given["hidden_states"]
-        kernel = kernels.convolution(given.get("activation"), x.device)
-        return convolution_of_paths(trees, _for(own, x), x, given["weight"], given.get("bias"), kernel, **activation)
-
-    return call
-
-
-# ---------------------------------------------------------------- the gated delta rule and Kimi's delta attention
-def _delta_rule(kernel: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """`(query, key, value, g=, beta=, ...) -> (out, state)`; rows with beta = 0 and g = 0 leave the state as it is."""
+        return packed(own, _checked(dualkv, given), given)
 
     def wrap(own: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(own)
         def call(*args: Any, dualkv: Any = None, **kwargs: Any) -> Any:
-            if dualkv is None:
-                return _plain(own)(*args, **kwargs)
-            return packed(dualkv, args, kwargs), None
-
-        @torch.compiler.disable
-        def packed(dualkv: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-            trees = _checked(dualkv, kwargs)
-            given = _meant(
-                own, dict(zip(inspect.signature(inspect.unwrap(own)).parameters, args, strict=False)) | kwargs
-            )
-            rows = [given.pop(name) for name in ("query", "key", "value", "g", "beta")]
-            return delta_rule(trees, rows, _for(own, rows[0]), kernel, **given)
+            return _plain(own)(*args, **kwargs) if dualkv is None else with_layout(own, dualkv, args, kwargs)
 
         return call
 
     return wrap
 
 
-# ---------------------------------------------------------------- Mamba-2
-def _mamba2(own: Callable[..., Any]) -> Callable[..., Any]:
+@_seam
+def _conv(own: Callable[..., Any], trees: Trees, given: dict[str, Any]) -> Tensor:
+    """`causal_conv1d_fn(x [1, C, T], weight [C, k], bias, activation=)`."""
+    activation = {"activation": given["activation"]} if "activation" in given else {}
+    x = given["hidden_states"]
+    kernel = kernels.convolution(given.get("activation"), x.device)
+    return convolution_of_paths(trees, _for(own, x), x, given["weight"], given.get("bias"), kernel, **activation)
+
+
+def _delta_rule(kernel: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The gated delta rule and Kimi's delta attention, `(query, key, value, g=, beta=, ...) -> (out, state)`; rows with
+    beta = 0 and g = 0 leave the state as it is."""
+
+    @_seam
+    def wrap(own: Callable[..., Any], trees: Trees, given: dict[str, Any]) -> tuple[Tensor, None]:
+        meant = _meant(own, given)
+        rows = [meant.pop(name) for name in ("query", "key", "value", "g", "beta")]
+        return delta_rule(trees, rows, _for(own, rows[0]), kernel, **meant), None
+
+    return wrap
+
+
+@_seam
+def _mamba2(own: Callable[..., Any], trees: Trees, given: dict[str, Any]) -> Tensor:
     """`(x, dt, A, B, C, chunk_size=, D=, dt_bias=, ...) -> out`."""
-
-    @wraps(own)
-    def call(*args: Any, dualkv: Any = None, **kwargs: Any) -> Any:
-        if dualkv is None:
-            return _plain(own)(*args, **kwargs)
-        return packed(dualkv, args, kwargs)
-
-    @torch.compiler.disable
-    def packed(dualkv: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        trees = _checked(dualkv, kwargs)
-        if kwargs.get("z") is not None:
-            raise ValueError("mamba2_chunk_scan got a gate z together with dualkv: expected a gate outside of the scan")
-        given = _meant(own, dict(zip(inspect.signature(inspect.unwrap(own)).parameters, args, strict=False)) | kwargs)
-        x, dt, decay, b, c = (given.pop(name) for name in ("hidden_states", "dt", "A", "B", "C"))
-        return mamba2(trees, [x, dt, b, c], decay, _for(own, x), **given)
-
-    return call
+    if given.get("z") is not None:
+        raise ValueError("mamba2_chunk_scan got a gate z together with dualkv: expected a gate outside of the scan")
+    meant = _meant(own, given)
+    x, dt, decay, b, c = (meant.pop(name) for name in ("hidden_states", "dt", "A", "B", "C"))
+    return mamba2(trees, [x, dt, b, c], decay, _for(own, x), **meant)
 
 
 def _fused(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -318,25 +301,15 @@ def _fused(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # ---------------------------------------------------------------- MiniMax
-def _lightning(own: Callable[..., Any]) -> Callable[..., Any]:
+@_seam
+def _lightning(own: Callable[..., Any], trees: Trees, given: dict[str, Any]) -> tuple[Tensor, None]:
     """`MiniMaxLightningAttention.forward`."""
-
-    @wraps(own)
-    def forward(layer: Any, hidden_states: Tensor, *args: Any, dualkv: Any = None, **kwargs: Any) -> Any:
-        if dualkv is None:
-            return own(layer, hidden_states, *args, **kwargs)
-        earlier.refuse_cache(kwargs)
-        return packed(layer, hidden_states, dualkv, kwargs), None
-
-    @torch.compiler.disable
-    def packed(layer: Any, hidden_states: Tensor, dualkv: Any, kwargs: dict[str, Any]) -> Tensor:
-        trees = _checked(dualkv, kwargs)
-        shape = 1, trees.num_tokens, layer.num_attention_heads, 3 * layer.head_dim
-        rows = layer.act_fn(layer.qkv_proj(hidden_states)).view(shape).split(layer.head_dim, -1)
-        out = _lightning_scan(trees, list(rows), layer.slope_rate, layer.block_size).flatten(2)
-        return layer.out_proj(torch.sigmoid(layer.output_gate(hidden_states)) * layer.norm(out))
-
-    return forward
+    earlier.refuse_cache(given)
+    layer, hidden_states = given["self"], given["hidden_states"]
+    shape = 1, trees.num_tokens, layer.num_attention_heads, 3 * layer.head_dim
+    rows = layer.act_fn(layer.qkv_proj(hidden_states)).view(shape).split(layer.head_dim, -1)
+    out = _lightning_scan(trees, list(rows), layer.slope_rate, layer.block_size).flatten(2)
+    return layer.out_proj(torch.sigmoid(layer.output_gate(hidden_states)) * layer.norm(out)), None
 
 
 def _lightning_scan(trees: Trees, rows: list[Tensor], slope: Tensor, block: int) -> Tensor:
@@ -382,74 +355,47 @@ def _lightning_blocks(rows: list[Tensor], state: Tensor | None, slope: Tensor, b
 
 
 # ---------------------------------------------------------------- Zaya
-def _projection(own: Callable[..., Any]) -> Callable[..., Any]:
+@_seam
+def _projection(own: Callable[..., Any], trees: Trees, given: dict[str, Any]) -> tuple[Tensor, ...]:
     """`ZayaCCAProjection.forward`: two convolutions of queries and keys, and values half of the row before."""
+    layer, columns = given["self"], given["hidden_states"].transpose(1, 2)
+    heads = [layer.num_attention_heads, *[layer.num_key_value_heads] * 2]
 
-    @wraps(own)
-    def forward(layer: Any, hidden_states: Tensor, *args: Any, dualkv: Any = None, **kwargs: Any) -> Any:
-        if dualkv is None:
-            return own(layer, hidden_states, *args, **kwargs)
-        return packed(layer, hidden_states, dualkv)
+    def project(x: Tensor) -> Tensor:
+        return torch.cat(own(layer, x.transpose(1, 2), None), 2).flatten(2).transpose(1, 2)
 
-    @torch.compiler.disable
-    def packed(layer: Any, hidden_states: Tensor, dualkv: Any) -> tuple[Tensor, ...]:
-        heads = [layer.num_attention_heads, *[layer.num_key_value_heads] * 2]
-
-        def project(x: Tensor) -> Tensor:
-            return torch.cat(own(layer, x.transpose(1, 2), None), 2).flatten(2).transpose(1, 2)
-
-        trees, back = _checked(dualkv, {}), max(layer.conv_kernel_size, 1)
-        found = trees.convolve(lambda windows, x: convolve(project, windows, x), hidden_states.transpose(1, 2), back)
-        return found.transpose(1, 2).contiguous().unflatten(2, (-1, layer.head_dim)).split(heads, 2)
-
-    return forward
+    back = max(layer.conv_kernel_size, 1)
+    found = trees.convolve(lambda windows, x: convolve(project, windows, x), columns, back)
+    return found.transpose(1, 2).contiguous().unflatten(2, (-1, layer.head_dim)).split(heads, 2)
 
 
 # ---------------------------------------------------------------- Qwen4-exp
-def _ngrams(own: Callable[..., Any]) -> Callable[..., Any]:
+@_seam
+def _ngrams(own: Callable[..., Any], trees: Trees, given: dict[str, Any]) -> Tensor:
     """`Qwen4ExpTextPLELayer.forward`: embeddings of the last tokens, and a convolution, which read rows back."""
+    layer = given["self"]
+    ngrams = layer.ple_embedding
 
-    @wraps(own)
-    def forward(layer: Any, hidden_states: Tensor, *args: Any, dualkv: Any = None, **kwargs: Any) -> Any:
-        if dualkv is None:
-            return own(layer, hidden_states, *args, **kwargs)
-        return packed(layer, hidden_states, args[0] if args else kwargs["input_ids"], dualkv)
+    def back(run: Callable[[Tensor], Tensor], x: Tensor, rows: int) -> Tensor:
+        """Run a function of sequences [N, L, C] on the paths of [1, t, C], with `rows` zeros before each."""
 
-    @torch.compiler.disable
-    def packed(layer: Any, hidden_states: Tensor, input_ids: Tensor, dualkv: Any) -> Tensor:
-        trees, ngrams = _checked(dualkv, {}), layer.ple_embedding
+        def of_columns(x: Tensor) -> Tensor:
+            return run(x.transpose(1, 2)).transpose(1, 2)
 
-        def back(run: Callable[[Tensor], Tensor], x: Tensor, rows: int) -> Tensor:
-            """Run a function of sequences [N, L, C] on the paths of [1, t, C], with `rows` zeros before each."""
+        found = trees.convolve(lambda windows, x: convolve(of_columns, windows, x), x.transpose(1, 2), rows)
+        return found.transpose(1, 2).contiguous()
 
-            def of_columns(x: Tensor) -> Tensor:
-                return run(x.transpose(1, 2)).transpose(1, 2)
+    def embedded(ids: Tensor, _cache: Any) -> Tensor:
+        """Embed n-grams. Before a sequence stands the end of another one, here 0; fp64 has the integers."""
+        eos = ngrams.eos_token_id
+        behind = (ids - eos).double()[..., None]
+        return back(lambda x: ngrams(x[..., 0].long() + eos, None), behind, ngrams.context_len)
 
-            found = trees.convolve(lambda windows, x: convolve(of_columns, windows, x), x.transpose(1, 2), rows)
-            return found.transpose(1, 2).contiguous()
+    def convolved(x: Tensor, _cache: Any) -> Tensor:
+        return back(lambda x: layer._short_conv(x, None), x, layer.short_conv_state_len)
 
-        def embedded(ids: Tensor, _cache: Any) -> Tensor:
-            """Embed n-grams. Before a sequence stands the end of another one, here 0; fp64 has the integers."""
-            eos = ngrams.eos_token_id
-            behind = (ids - eos).double()[..., None]
-            return back(lambda x: ngrams(x[..., 0].long() + eos, None), behind, ngrams.context_len)
-
-        def convolved(x: Tensor, _cache: Any) -> Tensor:
-            return back(lambda x: layer._short_conv(x, None), x, layer.short_conv_state_len)
-
-        return cast(Tensor, own(_OnPaths(layer, embedded, convolved), hidden_states, input_ids, None))
-
-    return forward
-
-
-class _OnPaths:
-    """A layer of n-grams with other functions where it reads rows back."""
-
-    def __init__(self, layer: Any, embedded: Callable[..., Tensor], convolved: Callable[..., Tensor]) -> None:
-        self._layer, self.ple_embedding, self._short_conv = layer, embedded, convolved
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
+    on_paths = earlier.StandIn(layer, ple_embedding=embedded, _short_conv=convolved)
+    return cast(Tensor, own(on_paths, given["hidden_states"], given["input_ids"], None))
 
 
 # ---------------------------------------------------------------- masks
