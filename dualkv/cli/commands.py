@@ -389,6 +389,8 @@ def trees(
     if not given and (texts or min_shared != 1):
         raise ValueError("--tokenizer and --min-shared go with --from FILE, which is missing")
     if sources:
+        if given or trace or memory is not None or json_to is not None:
+            raise ValueError("--sources prints the numbers of all traces, expected nothing beside it")
         console.print(saved.sources())
         return
     found = [saved.read(file, load_tokenizer(tokenizer), min_shared, texts) for file in given]

@@ -107,6 +107,7 @@ def bad_file(folder: Path, text: str) -> str:
         (["precompile", "--gqa", "4", "--out", "o"], "--gqa is '4' without --head-dims"),
         (["trees", "--tokenizer", "/absent/t"], "--tokenizer and --min-shared go with --from FILE, which is missing"),
         (["trees", "--min-shared", "64"], "--tokenizer and --min-shared go with --from FILE, which is missing"),
+        (["trees", "--sources", "--json", "s.json"], "--sources prints the numbers of all traces, expected nothing"),
         (["demo", "--rollouts", "r.jsonl", "--turns", "3"], "--turns is 3 beside --rollouts"),
         (["demo", "--rollouts", "r.jsonl", "--prompt-len", "8"], "--prompt-len is 8 beside --rollouts"),
         (["precompile", "--head-dims", "64", "--gqa", "4", "--tp", "2", "--out", "o"], "'2' without --models"),
