@@ -36,14 +36,7 @@ def compared(
     """Compare the log-probs of a micro-batch that has just run, with weights that have not changed since.
 
     Each rollout runs as veRL's own engine runs it, on one rank, and packed by itself. All data-parallel ranks call
-    together.
-
-    Args:
-        engine: a :class:`dualkv.integrations.verl.engine.DualKVEngine`.
-        micro_batch: N rollouts.
-        rollouts: the same, as :func:`dualkv.integrations.verl.data.read` returned them.
-        log_probs: nested [N, tokens] of the packed micro-batch, as the engine returned them.
-        step: picks the rollouts.
+    together. `log_probs` is nested [N, tokens], as the engine returned it; `step` picks the rollouts.
     """
     module, device = engine.module, log_probs.device
     chosen = canary.picked(rollouts.response_lens.tolist(), ROLLOUTS, step)

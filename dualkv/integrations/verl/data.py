@@ -80,12 +80,8 @@ class Rollouts:
 
 
 class Images(NamedTuple):
-    """The inputs that an engine packs beside text.
-
-    Attributes:
-        inputs: the names of inputs of its model.
-        marks: by the ids of tokens that stand for images (1) and videos (2), their kinds.
-    """
+    """The names of inputs that an engine packs beside text, and by the ids of tokens that stand for images (1) and
+    videos (2) their kinds."""
 
     inputs: tuple[str, ...]
     marks: dict[int, int]
@@ -115,7 +111,7 @@ def not_packable(data: Any, images: Images | str) -> str | None:
         return f"its positions have {row_count} rows, expected {POSITION_ROWS}: text, frames, height and width"
     if isinstance(images, Images) and (other := [name for name in held if name not in images.inputs]):
         return f"it holds {other[0]}, which is not known to run packed"
-    sequences, prompts, responses = _nested_lens(data["input_ids"]), _prompt_lens(data), _response_lens(data)
+    sequences, prompts, responses = _nested_lens(data["input_ids"]), _lens(data, "prompts"), _lens(data, "responses")
     if not np.array_equal(prompts + responses, sequences):
         return "its sequences are not a prompt followed by a response"
     if (prompts == 0).any():
@@ -145,18 +141,12 @@ def _modalities(data: Any) -> list[dict[str, Any]]:
     return [{k: v for k, v in (entry or {}).items() if v is not None and k != "images_seqlens"} for entry in entries]
 
 
-def _prompt_lens(data: Any) -> IntArray:
-    prompts = data["prompts"]
-    if prompts.is_nested:
-        return _nested_lens(prompts)
-    return _host(data["attention_mask"][:, : prompts.shape[1]].sum(1))
-
-
-def _response_lens(data: Any) -> IntArray:
-    responses = data["responses"]
-    if responses.is_nested:
-        return _nested_lens(responses)
-    return _host(data["attention_mask"][:, data["prompts"].shape[1] :].sum(1))
+def _lens(data: Any, name: str) -> IntArray:
+    """[N] tokens of the prompts or responses."""
+    if data[name].is_nested:
+        return _nested_lens(data[name])
+    mask, width = data["attention_mask"], data["prompts"].shape[1]
+    return _host((mask[:, :width] if name == "prompts" else mask[:, width:]).sum(1))
 
 
 def _seen(data: Any, marks: dict[int, int]) -> tuple[SequenceMedia | None, list[IntArray]]:
@@ -186,7 +176,7 @@ def read(data: Any, min_shared: int | None = None, images: Images | str = "", fi
     Sampling gives the rollouts of one `uid` equal prompts, but an agent may change them. If they differ, a warning
     names them, once.
     """
-    prompt_lens, response_lens = _prompt_lens(data), _response_lens(data)
+    prompt_lens, response_lens = _lens(data, "prompts"), _lens(data, "responses")
     sequences = data["input_ids"]
     tokens, starts = _host(sequences.values()), _host(sequences.offsets())[:-1]
     marks = images.marks if isinstance(images, Images) else {}
@@ -240,10 +230,8 @@ def _counted(prompt_lens: IntArray, response_lens: IntArray, mask: torch.Tensor 
 
 
 def _same_temperature(data: Any, rollouts: Rollouts, order: IntArray) -> IntArray:
-    """[N] the most tokens that each rollout of `order` may share with the rollout before it.
-
-    That is only the prompt if their temperatures differ.
-    """
+    """[N] the most tokens that each rollout of `order` may share with the one before it: if their temperatures differ,
+    only the prompt."""
     lens = rollouts.prompt_lens + rollouts.response_lens
     may = lens[order]
     temperature = data["temperature"]
@@ -345,11 +333,7 @@ def on_device(data: TensorDict, device: Any) -> TensorDict:
 
 
 def pack(data: Any, rollouts: Rollouts) -> PackedRollouts:
-    """Pack a micro-batch.
-
-    Args:
-        data: N rollouts, a TensorDict.
-        rollouts: the result of :func:`read` for these N.
+    """Pack a micro-batch, a TensorDict of N rollouts for which :func:`read` returned `rollouts`.
 
     Raises:
         ValueError: rollouts that share rows have other positions there.

@@ -112,8 +112,8 @@ class Running:
 class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
     """veRL's FSDP and FSDP2 engine for language models, with the rollouts of equal prompts packed, or all as trees.
 
-    A batch that cannot be packed (see :func:`dualkv.integrations.verl.data.not_packable`) runs as in veRL, and a
-    warning gives the reason, once.
+    A batch that cannot be packed (:func:`dualkv.integrations.verl.data.not_packable`) runs as in veRL, and a warning
+    gives the reason, once.
 
     Raises:
         ValueError: by the constructor, before weights are loaded, for a model that
@@ -292,9 +292,7 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
         order = tu.get_tensordict({}, {"use_dynamic_bsz": True})
         indices, outputs = zip(*done, strict=True)
         result = postprocess_batch_func(output_lst=list(outputs), indices=list(indices), data=order)
-        if (
-            self._planned is not None
-        ):  # veRL averages over ranks, which must have as many values; parts of a walk are not as many
+        if self._planned is not None:  # veRL averages equally many values of each rank, and ranks have other parts
             of_parts = {name: x for name, x in result["metrics"].items() if isinstance(x, Metric)}
             result["metrics"] |= {name: Metric(x.aggregation, x.aggregate()) for name, x in of_parts.items()}
         return result
@@ -444,13 +442,10 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
         running.layout = running.branch or of_batch
         if packed.labels is not None:
             outputs["input_ids_rmpad_rolled"] = packed.labels
-        inputs = {name: to_device(x, device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+        on_device = {name: to_device(x, device) for name, x in (inputs | packed.media).items() if torch.is_tensor(x)}
+        inputs |= packed.media | on_device
         if of_images is not None:
             running.layout = Placed(of_batch, shard.split(inputs["position_ids"][1:], 2))
-        of_media = {
-            name: to_device(x, device) if isinstance(x, torch.Tensor) else x for name, x in packed.media.items()
-        }
-        inputs.update(of_media)
         if inputs["input_ids"].shape[1] > shard.num_tokens:
             running.unsplit = shard
         if packed.media and (running.unsplit is not None or not packed.media.keys().isdisjoint(SEGMENTS.values())):
@@ -494,13 +489,9 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
 
 
 class OtherEngine(BaseEngine):
-    """The engine under `dualkv` on other strategies: raises an error that says which strategy to set.
+    """The engine under `dualkv` on other strategies: raises an error that says which strategy to set."""
 
-    Attributes:
-        causes: of strategies that pack groups the errors with which the import of their modules ended.
-    """
-
-    causes: ClassVar[dict[str, ImportError]] = {}
+    causes: ClassVar[dict[str, ImportError]] = {}  # why modules of strategies that pack groups could not be imported
 
     def __init__(self, *_args: Any, engine_config: Any, **_kwargs: Any) -> None:
         check_strategy(engine_config.strategy)
@@ -579,12 +570,8 @@ def _packed_by(own: Callable[..., Any], of_verl: Callable[..., Any]) -> Callable
 
 
 def _refuse_fused_head(model_config: Any) -> None:
-    """Refuse veRL's fused heads where a model does more to hidden states than multiply by the head's weight: these
-    heads leave it out.
-
-    Raises:
-        ValueError: a fused head, and a model with a bias, a scale, a cap, or something in front of its head.
-    """
+    """Raises ValueError for a fused head of veRL's where a model has a bias, a scale, a cap or something in front of
+    its head, which these heads leave out."""
     model = _without_weights(model_config.hf_config) if model_config.use_fused_kernels else None
     if model is not None and (beside := transformers.head(model).beside_weight):
         raise ValueError(

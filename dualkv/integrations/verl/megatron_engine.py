@@ -217,14 +217,8 @@ class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
         count: int,
         finish: Callable[..., Any],
     ) -> tuple[Any, Callable[..., Any]]:
-        """A step of megatron-core's schedules: the model's output, and the function that makes a loss of it.
-
-        Args:
-            batches: gives the next micro-batch.
-            model: the part of the model of this stage.
-            count: micro-batches of the batch.
-            finish: veRL's function from values of tokens to the loss.
-        """
+        """A step of megatron-core's schedules, with one of `count` micro-batches and this stage's part of the model:
+        the output, and a function that makes a loss of it, veRL's `finish`."""
         micro_batch, packed = next(batches)
         micro_batch = micro_batch.to(get_device_id())
         device = micro_batch["input_ids"].device

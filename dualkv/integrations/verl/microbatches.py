@@ -55,13 +55,11 @@ def plan_on_all_ranks(
 ) -> list[list[int]] | None:
     """:func:`plan` with the largest count of all ranks in `group`; None if any rank cannot pack its rollouts.
 
-    Every rank of the group calls this function. Either all of them return a plan, or all return None, or all raise. A
-    rank that did something else would leave the others waiting in a collective.
+    Every rank of the group calls this function. All of them return a plan, or all return None, or all raise.
 
     Args:
         rollouts: the rollouts of this rank; None if this rank cannot pack them.
-        max_tokens: as for :func:`plan`.
-        max_rollouts: as for :func:`plan`.
+        max_tokens, max_rollouts: as for :func:`plan`.
         group: the data-parallel ranks.
         device: the device of the group's collectives.
         error: why this rank refuses its rollouts; empty if it does not.

@@ -64,14 +64,8 @@ def _local(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torc
 
 
 class Ratio:
-    """The ratio of one update that is furthest from 1, over its micro-batches and all data-parallel ranks.
-
-    Args:
-        data: the batch of the update, which has `old_log_probs`.
-        rollouts: all of its rollouts.
-        device: of the log-probs.
-        differs: whether the weights are others than those of the old log-probs.
-    """
+    """The ratio of one update that is furthest from 1, over its micro-batches and all data-parallel ranks. The batch
+    has `old_log_probs`; `differs` says whether the weights are others than theirs."""
 
     def __init__(self, data: Any, rollouts: Rollouts, device: Any, differs: bool) -> None:
         self.rollouts = rollouts

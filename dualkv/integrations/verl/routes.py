@@ -67,8 +67,6 @@ def packed(data: Any, mode: str, packed_rows: IntArray, total: int) -> PackedRou
     without a response.
 
     Args:
-        data: the micro-batch, a TensorDict.
-        mode: "R2" or "R3".
         packed_rows: [rows] the packed row of each row of the replicated sequences.
         total: T.
     """

@@ -156,11 +156,7 @@ class Unit:
         return np.flatnonzero(self.home == part.index)
 
     def of_part(self, part: TreePart, members: IntArray | None) -> PackedRollouts:
-        """The rows of a part.
-
-        Args:
-            members: the rollouts for whose sequences values are made; None: for response tokens.
-        """
+        """The rows of a part, with values for the sequences of `members`, or for response tokens without any."""
         local = np.full(self.batch.layout.num_tokens, -1, np.int64)
         local[part.rows] = np.arange(len(part.rows))
         tokens, head_rows = self.tokens_of(part), self.packed.head_rows.numpy()
@@ -195,7 +191,6 @@ class PartRows(NamedTuple):
     """A pass of a part, as the engine runs it.
 
     Attributes:
-        packed: its rows.
         micro_batch: on the device; of rollouts whose loss the pass computes, or settings alone.
         has_values: whether values of some rows are taken.
         members: the rollouts whose loss the pass computes, as indices in the unit.
@@ -343,12 +338,7 @@ class Values:
 
 
 def _rows_of(one: Pass, unit: Unit | None, one_rollout: TensorDict) -> PartRows:
-    """Make the rows of a pass.
-
-    Args:
-        unit: None for an empty pass.
-        one_rollout: on the device, for the settings of passes without values.
-    """
+    """Make the rows of a pass, empty without a unit; passes without values have the settings of `one_rollout`."""
     if unit is None:
         return PartRows(of_ids(torch.zeros(1, dtype=torch.int64)), one_rollout)
     members = unit.members(one.part) if unit.whole and one.is_last else NONE

@@ -52,8 +52,6 @@ class Work:
 
 
 NOTHING = Work(0, 0)
-
-
 FULL = (Visible(),)  # layers of full attention only
 
 
