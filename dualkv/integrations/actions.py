@@ -18,11 +18,8 @@ def pack(sequences: torch.Tensor, attention_mask: torch.Tensor, action_mask: Any
 
 
 def head_values(model: Any, batch: PackedSequences, rows: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """[M] the value head's outputs of packed rows, and the decoder's outputs.
-
-    Args:
-        model: a model of `get_llm_for_sequence_regression`, without PEFT.
-    """
+    """[M] the value head's outputs of packed rows, and the decoder's outputs, of a model without PEFT that
+    `get_llm_for_sequence_regression` made."""
     outputs = getattr(model, model.base_model_prefix)(input_ids=batch.input_ids, dualkv=batch.layout)
     head = getattr(model, model.value_head_prefix)
     return head(outputs.last_hidden_state[0, rows])[:, 0], outputs

@@ -13,22 +13,14 @@ from typing import Any
 
 
 def warn_of_verl(config: Any, role: str = "actor") -> None:
-    """Warns of settings of veRL's losses.
-
-    Args:
-        config: veRL's `actor_rollout_ref.actor` or `critic`, as an OmegaConf object or as veRL's own.
-        role: "actor" or "critic".
-    """
+    """Warns of settings of veRL's losses, by `actor_rollout_ref.actor` or `critic`, OmegaConf's objects or veRL's
+    own."""
     for setting, what, remedy in verl_settings(config, role):
         _warn(f"{role}.{setting}", what, remedy)
 
 
 def warn_of_trl(trainer: Any) -> None:
-    """Warns of settings of TRL's losses.
-
-    Args:
-        trainer: a `trl.GRPOTrainer` or `trl.RLOOTrainer` that has been made.
-    """
+    """Warns of settings of the losses of a `trl.GRPOTrainer` or `trl.RLOOTrainer`."""
     for setting, what, remedy in trl_settings(trainer):
         _warn(setting, what, remedy)
 
@@ -52,21 +44,13 @@ def verl_settings(config: Any, role: str = "actor") -> Found:
     if mode == "bypass_mode" and correction is not None:  # otherwise the trainer computes weights over a whole batch
         weighs = correction.get("loss_type", "ppo_clip") == "reinforce" and correction.get("rollout_is", None)
         if weighs and correction.get("rollout_is_batch_normalize", False):
-            found.append(
-                (
-                    "policy_loss.rollout_correction.rollout_is_batch_normalize=True",
-                    "divides importance weights by their mean in a micro-batch",
-                    f"{one}, or set it to False",
-                )
-            )
+            name = "policy_loss.rollout_correction.rollout_is_batch_normalize=True"
+            what = "divides importance weights by their mean in a micro-batch"
+            found.append((name, what, f"{one}, or set it to False"))
     if config.get("loss_agg_mode") == "seq-mean-token-sum-norm" and config.get("loss_scale_factor", None) is None:
-        found.append(
-            (
-                "loss_agg_mode=seq-mean-token-sum-norm without loss_scale_factor",
-                "divides by the longest response of a micro-batch",
-                f"set {role}.loss_scale_factor, such as to data.max_response_length",
-            )
-        )
+        name = "loss_agg_mode=seq-mean-token-sum-norm without loss_scale_factor"
+        remedy = f"set {role}.loss_scale_factor, such as to data.max_response_length"
+        found.append((name, "divides by the longest response of a micro-batch", remedy))
     return found
 
 

@@ -102,11 +102,8 @@ class Changes:
 def of(target: Any, part: str = "enable") -> Changes:
     """The changes of a module of a model, or of a class or module of a library, to which more can be added.
 
-    Args:
-        target: as above.
-        part: of what a module of a model got. "enable" and "fast" are of
-            :func:`dualkv.integrations.transformers.enable`, "kept" of `recompute_layers` there, "engine" of veRL's
-            engines, "trainer" of TRL's and OpenRLHF's trainers.
+    Parts of what a module of a model got: "enable" and "fast" are of :func:`dualkv.integrations.transformers.enable`,
+    "kept" of `recompute_layers` there, "engine" of veRL's engines, "trainer" of other trainers.
     """
     if not isinstance(target, nn.Module):
         return _PROCESS.setdefault(target, Changes(target))

@@ -240,15 +240,8 @@ def _name(found: Any) -> str:
 
 
 def _check_attention(where: str, attention: Any, core: Any, crossed: Any, mask_type: Any) -> None:
-    """Raises ValueError for a layer whose attention is not causal self-attention of megatron-core.
-
-    Args:
-        where: the layer's name in the message.
-        attention, core: the classes of its self-attention, or of the recurrent layer in its place, and of the core
-            attention in it.
-        crossed: the class of its cross-attention.
-        mask_type: of its self-attention.
-    """
+    """Raises ValueError for a layer (named `where`) whose attention is not causal self-attention of megatron-core, by
+    the classes of its self-attention or recurrent layer, of the core attention in it and of its cross-attention."""
     _know(attention)
     if crossed is not IdentityOp:
         raise ValueError(f"{where} has cross-attention ({_name(crossed)}), expected a layer of a decoder without it")
@@ -257,10 +250,7 @@ def _check_attention(where: str, attention: Any, core: Any, crossed: Any, mask_t
         if (reason := flash_linear_attention.refusal()) is not None:
             raise ValueError(f"{where} is {_name(attention)}: {reason}")
         return
-    for part, found, expected in (
-        ("self_attention", attention, ATTENTION | MIXERS),
-        ("core_attention", core, CORE),
-    ):
+    for part, found, expected in (("self_attention", attention, ATTENTION | MIXERS), ("core_attention", core, CORE)):
         if STOCK.get(found, found) not in expected:
             names = " or ".join(_name(one) for one in expected)
             raise ValueError(f"{part} of {where} is {_name(found)}, expected megatron-core's {names}")

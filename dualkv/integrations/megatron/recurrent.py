@@ -119,7 +119,7 @@ MIXERS: dict[type, type] = {stock.GatedDeltaNet: PackedGatedDeltaNet}
 # What the classes here read of megatron-core's.
 READS: dict[type, str] = {
     stock.GatedDeltaNet: "in_proj conv1d dt_bias A_log out_proj _apply_gated_norm activation use_qk_l2norm qk_dim v_dim"
-    " num_key_heads num_value_heads key_head_dim value_head_dim tp_size",
+    " num_key_heads num_value_heads key_head_dim value_head_dim tp_size"
 }
 
 if HybridModel is not None:

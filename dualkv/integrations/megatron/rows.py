@@ -239,11 +239,8 @@ class PackedGroups(PackedSeqParams):
             given: [longest path, 1, 1, D], by position.
             by_row: `given` is the result of a multimodal rotary embedding, by row.
         """
-        of_rows, of_path = (
-            (self.shard.num_tokens, "rows"),
-            (self.max_seqlen_q, "positions of the layout's longest path"),
-        )
-        count, what = of_rows if by_row else of_path
+        of_path = self.max_seqlen_q, "positions of the layout's longest path"
+        count, what = (self.shard.num_tokens, "rows") if by_row else of_path
         if given.shape[:-1] != (count, 1, 1):
             raise ValueError(
                 f"rotary_pos_emb has shape {tuple(given.shape)}, expected {(count, 1, 1, 'D')}: frequencies of {what}"

@@ -68,11 +68,7 @@ RECOMPUTED = ("core_attn", "mlp")  # modules that may be recomputed in a walk
 
 
 class PackedPart(PackedGroups):
-    """A part of a walk on its way through a model.
-
-    Attributes:
-        shard: this rank's rows.
-    """
+    """A part of a walk on its way through a model."""
 
     shard: BranchShard
 

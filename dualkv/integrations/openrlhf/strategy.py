@@ -61,11 +61,7 @@ def install() -> None:
 
 
 def refuse(args: Any) -> None:
-    """Raise ValueError for arguments of OpenRLHF whose models do not run packed.
-
-    Args:
-        args: of `openrlhf.cli.train_ppo_ray`.
-    """
+    """Raise ValueError for arguments of `openrlhf.cli.train_ppo_ray` whose models do not run packed."""
     expected_of = {"ring_attn_size": 1, "tensor_parallel_size": 1, "deepcompile": False, "use_liger_kernel": False}
     for name, expected in expected_of.items():
         if (came := getattr(args.ds, name, expected)) != expected:

@@ -20,11 +20,7 @@ Run = Callable[[list[Tensor], Tensor | None, waves.Wave], tuple[Tensor, Tensor |
 
 
 def convolve(
-    conv: Callable[..., Tensor],
-    windows: waves.Windows | None,
-    x: Tensor,
-    *args: Any,
-    **kwargs: Any,
+    conv: Callable[..., Tensor], windows: waves.Windows | None, x: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
     """A causal convolution along the paths of a layout, or any function that reads a few rows back.
 

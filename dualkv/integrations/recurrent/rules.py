@@ -36,20 +36,9 @@ def convolution_of_paths(
     kernel: Callable[..., Tensor] | None = None,
     **activation: str | None,
 ) -> Tensor:
-    """A causal depthwise convolution along the paths of trees.
-
-    Args:
-        trees: of t own rows.
-        conv: as for :func:`.ops.convolve`.
-        x: [1, C, t].
-        weight: [C, k].
-        bias: [C] or None.
-        kernel: as for :func:`.ops.convolve_at_once`; runs in the place of `conv`.
-        activation: a keyword argument of both, or none.
-
-    Returns:
-        [1, C, t].
-    """
+    """A causal depthwise convolution of x [1, C, t] along the paths of trees of t own rows, by weight [C, k]: by `conv`
+    as for :func:`.ops.convolve`, or by `kernel` as for :func:`.ops.convolve_at_once`, with the same keyword
+    argument."""
 
     def run(windows: Windows | None, x: Tensor) -> Tensor:
         if kernel is None:
@@ -120,9 +109,7 @@ def mamba2(
         rows: x [1, t, H, P], dt [1, t, H], B and C [1, t, G, S]; H is a multiple of G.
         A: [H], negative.
         function: as :func:`chunk_scan`, whose rows with dt = 0 leave the state as it is.
-        D: [H].
-        dt_bias: [H].
-        dt_softplus: whether softplus is applied to dt.
+        D, dt_bias: [H].
         dt_limit: the least and the largest dt.
         given: further arguments of `function`.
 
@@ -212,16 +199,6 @@ def varlen(
     given: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     """One call of a kernel of flash-linear-attention for a wave. Without cu_seqlens_cpu it would wait for the GPU."""
-    q, k, v = rows
-    out, states = function(
-        q,
-        k,
-        v,
-        **gates,
-        initial_state=initial,
-        output_final_state=wave.keep,
-        cu_seqlens=wave.cu_seqlens,
-        cu_seqlens_cpu=wave.cu_seqlens_cpu,
-        **given,
-    )
+    lens = {"cu_seqlens": wave.cu_seqlens, "cu_seqlens_cpu": wave.cu_seqlens_cpu}
+    out, states = function(*rows, **gates, initial_state=initial, output_final_state=wave.keep, **lens, **given)
     return out, states

@@ -36,11 +36,7 @@ def refuse(mixers: list[tuple[str, nn.Module]], ranks: int) -> None:
 
 
 class Sharded(Trees):
-    """The trees of all ranks' rows in one call of a recurrent layer, which gets a rank's own rows.
-
-    Attributes:
-        shard: the own rows. There are two ranks or more.
-    """
+    """The trees of the rows of two ranks or more in one call of a recurrent layer, which gets a rank's own rows."""
 
     def __init__(self, shard: Shard) -> None:
         super().__init__(shard.layout)
@@ -107,15 +103,8 @@ def trees_of(dualkv: object) -> Trees:
 
 # ---------------------------------------------------------------- the plan of a convolution
 def windows(shard: Shard, back: int, device: torch.device) -> waves.Windows:
-    """Plan a convolution of a rank's own rows: the windows of all pieces of segments whose rows are consecutive there.
-
-    Every rank plans for all of them, so that none has to send numbers of rows first.
-
-    Args:
-        shard: of one row a rank or more.
-        back: the rows that the convolution reads back, 1 or more.
-        device: of the windows.
-    """
+    """Plan a convolution of a rank's own rows that reads `back` rows back: the windows of all pieces of segments whose
+    rows are consecutive there. Every rank plans for all of them, so that none has to send numbers of rows first."""
     t, ranks, rank = shard.num_tokens, shard.world_size, shard.rank
     first, places = rank * t, np.argsort(shard.host_order)
     breaks = 1 + np.flatnonzero((np.diff(places) != 1) | (places[1:] % t == 0))

@@ -24,14 +24,9 @@ Tensor = torch.Tensor
 
 
 class Trees:
-    """The trees of one call of a recurrent layer, which begin from nothing.
+    """The trees of one call of a recurrent layer, which begin from nothing."""
 
-    Attributes:
-        layout: of their rows.
-        keeps: whether other calls start from states of this one.
-    """
-
-    keeps = False
+    keeps = False  # whether other calls start from states of this one
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -66,15 +61,7 @@ class Trees:
         return weight
 
     def convolve(self, run: Callable[[waves.Windows | None, Tensor], Tensor], x: Tensor, back: int) -> Tensor:
-        """A causal convolution that reads `back` rows back.
-
-        Args:
-            run: convolves [1, C, T] by the windows of a layout.
-            x: [1, C, t].
-
-        Returns:
-            [1, C, t].
-        """
+        """A causal convolution of x [1, C, t] that reads `back` rows back, by `run` of the windows of a layout."""
         return run(waves.windows(self.layout, back, x.device), x)
 
 

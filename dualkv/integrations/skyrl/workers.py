@@ -134,11 +134,8 @@ WORKERS: dict[str, Callable[..., Any]] = {
 
 
 def refuse(trainer: Any) -> None:
-    """Raise ValueError for settings with which models do not run packed.
-
-    Args:
-        trainer: the `trainer` part of SkyRL's configuration.
-    """
+    """Raise ValueError for settings, the part `trainer` of SkyRL's configuration, with which models do not run
+    packed."""
     if trainer.strategy != "fsdp":
         raise ValueError(f"trainer.strategy is {trainer.strategy}, expected fsdp: take it, {INSTEAD}")
     for name in ("policy", "ref", "critic"):

@@ -58,12 +58,7 @@ class PackedAnswers(Base):
     _replaced = "_precompute_ref_logps"
 
     def __init__(
-        self,
-        model: Any,
-        *args: Any,
-        fast: bool = False,
-        walk: bool | int | Memory | None = None,
-        **kwargs: Any,
+        self, model: Any, *args: Any, fast: bool = False, walk: bool | int | Memory | None = None, **kwargs: Any
     ) -> None:
         walk = checked_walk(walk)
         self._walks = None if walk is None else Walks(self, walk)
@@ -128,16 +123,7 @@ class KTOTrainer(PackedAnswers, trl.KTOTrainer):
     """`trl.KTOTrainer` that computes each prompt of a batch once for its answers, and once for its KL examples.
 
     Arguments, losses and metrics are TRL's. Rows of a prompt share it within a batch, so the dataset should have them
-    together: :func:`dualkv.integrations.trl.group_by_prompt`.
-
-    The rest is as for :class:`DPOTrainer`.
-
-    Args:
-        model, args, kwargs: TRL's.
-        fast, walk: as for :class:`dualkv.integrations.trl.PackedGroups`.
-
-    Raises:
-        ValueError: as for :class:`DPOTrainer`.
+    together: :func:`dualkv.integrations.trl.group_by_prompt`. The rest is as for :class:`DPOTrainer`.
     """
 
 
@@ -151,10 +137,6 @@ class SFTTrainer(PackedAnswers, trl.SFTTrainer):
     TRL's `packing` orders sequences by length; what its rows of a batch happen to share is computed once.
 
     The rest is as for :class:`DPOTrainer`.
-
-    Args:
-        model, args, kwargs: TRL's.
-        fast, walk: as for :class:`dualkv.integrations.trl.PackedGroups`.
 
     Raises:
         ValueError: as for :class:`DPOTrainer`; by the constructor also for `compute_loss_func` and
@@ -210,10 +192,9 @@ class RewardTrainer(trl.RewardTrainer):
 def pack_head(model: Any, trainer: Any, walks: Walks | None = None) -> None:
     """Lets a model with TRL's head compute shared prompts once: `model(..., labels=labels, fused_lm_head=True)`.
 
-    Calls without `fused_lm_head` do not change.
-
     Args:
-        model: an enabled model that `trl.trainer.utils.add_fused_lm_head` has changed, without wrappers.
+        model: an enabled model that `trl.trainer.utils.add_fused_lm_head` has changed, without wrappers. Calls without
+            `fused_lm_head` do not change.
         trainer: gets the metrics.
         walks: for batches that run in parts; None: each is one pass.
     """
@@ -312,10 +293,7 @@ def pack_score(model: Any, trainer: Any, fast: bool = False) -> None:
 
     @functools.wraps(getattr(padded, "__func__", padded))
     def forward(
-        self: Any,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        **others: Any,
+        self: Any, input_ids: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None, **others: Any
     ) -> Any:
         if input_ids is None or attention_mask is None:
             raise ValueError("input_ids and attention_mask are expected: only these are packed, use TRL's own trainer")

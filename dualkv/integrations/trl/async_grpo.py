@@ -101,10 +101,8 @@ def _packed(model: Callable[..., Any], **given: Any) -> Any:
 
 @contextmanager
 def _unrefused() -> Iterator[None]:
-    """A context in which TRL's constructor does not see that a model has sinks, or layers that its own trees lack.
-
-    The model shows other names from when it is made until it gets its head. TRL asks in between.
-    """
+    """A context in which TRL's constructor does not see that a model has sinks, or layers that its own trees lack: TRL
+    asks between making the model and its head, and the model shows other names meanwhile."""
     restore: list[Callable[[], None]] = []
 
     def make(*args: Any, **kwargs: Any) -> Any:

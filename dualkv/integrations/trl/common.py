@@ -89,13 +89,8 @@ class Walks:
     def arrange(
         self, batch: PackedSequences, values_first: bool, media: SequenceMedia | None = None
     ) -> tuple[PackedSequences, int | list[TreePart]]:
-        """Choose how a micro-batch runs: as it is packed in one pass or in parts, cut, or left alone. Says why where
-        that is another way than before.
-
-        Args:
-            batch: its rows have one label each.
-            values_first: see :func:`plan_parts`.
-            media: of its sequences.
+        """Choose how a micro-batch, whose rows have one label each, runs: as it is packed in one pass or in parts, cut,
+        or left alone. Says why where that is another way than before. For `values_first` see :func:`plan_parts`.
 
         Returns:
             (a batch of the same sequences in the same order, a budget of rows or its parts).
@@ -186,10 +181,8 @@ class _Done(nn.Module):
 
 
 def refuse_walk(trainer: Any, **others: Any) -> None:
-    """Raises ValueError for a trainer whose micro-batches cannot be walked.
-
-    others: arguments of the trainer that have no walk beside them.
-    """
+    """Raises ValueError for a trainer whose micro-batches cannot be walked; `others` are arguments of the trainer that
+    have no walk beside them."""
     given = {name: value for name, value in others.items() if value}
     if getattr(trainer, "aux_loss_enabled", False):
         given["router_aux_loss_coef"] = trainer.router_aux_loss_coef
@@ -225,11 +218,8 @@ def enable_all(trainer: Any, fast: bool, batch_invariant: bool = False) -> None:
 
 
 def fix_head(model: Any, temperature: float) -> None:
-    """Let :func:`call_fixed` call a model with TRL's head; other calls do not change.
-
-    Args:
-        model: enabled with `batch_invariant=True`, without wrappers.
-        temperature: divides the logits.
+    """Let :func:`call_fixed` call a model with TRL's head that is enabled with `batch_invariant=True`, without
+    wrappers; other calls do not change. The temperature divides the logits.
 
     Raises:
         ValueError: a head whose products are not batch-invariant.
@@ -254,9 +244,8 @@ def fix_head(model: Any, temperature: float) -> None:
 
 
 def call_fixed(model: Callable[..., Any], batch: PackedSequences) -> tuple[Any, torch.Tensor]:
-    """Log-probs and entropies whose bits do not depend on what a batch of :func:`pack_fixed` holds.
-
-    :func:`dualkv.response_logprobs` makes them, because TRL's head multiplies as many rows as there are.
+    """Log-probs and entropies whose bits do not depend on what a batch of :func:`pack_fixed` holds, by
+    :func:`dualkv.response_logprobs`: TRL's head multiplies as many rows as there are.
 
     Returns:
         An output with `log_probs` and `entropy` [1, M], and [K] the place of each token of the responses among the M,

@@ -59,8 +59,6 @@ Base: Any = object  # stands for the trainer that follows the mixin
 # What TRL hands on about images; COUNTS say how many of them each rollout has.
 COUNTS = {"num_images", "num_tiles"}
 OF_IMAGES = {"pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", *COUNTS}
-
-
 LOG_PROBS = "_get_per_token_logps_and_entropies"
 AT = "dualkv_at"  # in a micro-batch: the places of its rollouts in TRL's shuffle
 OLD = "old_per_token_logps"  # in a micro-batch: [B, R]
@@ -367,13 +365,8 @@ class RLOOTrainer(PackedGroups, trl.RLOOTrainer):
 
 
 def _media(given: Batch, rollouts: int) -> list[Batch]:
-    """Split what a processor returned into one batch for each rollout; an empty list without any.
-
-    Args:
-        given: as TRL joins it: images of all rollouts end to end, or padded to as many in each; values of tokens
-            [B, P + R].
-        rollouts: B.
-    """
+    """Split what a processor returned into one batch for each of B rollouts; an empty list without any. TRL joins
+    images of all rollouts end to end, or padded to as many in each, and values of tokens as [B, P + R]."""
     found = {name: value for name, value in given.items() if value is not None}
     if unknown := found.keys() - OF_IMAGES - {*OF_TOKENS}:
         raise ValueError(
@@ -394,14 +387,8 @@ def _media(given: Batch, rollouts: int) -> list[Batch]:
 
 
 def _seen(images: list[Batch], ids: torch.Tensor, mask: torch.Tensor, marks: dict[int, int]) -> SequenceMedia:
-    """The images of rollouts, without those of tokens that the mask leaves out.
-
-    Args:
-        images: of :func:`_media`.
-        ids: [B, L].
-        mask: [B, L].
-        marks: kinds of placeholders by their ids, where the processor returned no values of tokens.
-    """
+    """The images (of :func:`_media`) of rollouts [B, L], without those of tokens that the mask leaves out; `marks` has
+    kinds of placeholders by their ids, where the processor returned no values of tokens."""
     if not any(name in row for row in images for name in OF_TOKENS):
         kinds = torch.zeros_like(ids)
         for token, kind in marks.items():

@@ -37,13 +37,9 @@ def refuse_replaced(theirs: type, ours: type, methods: str, reads: str = "") -> 
 
 
 def refuse_unequal(cls: type, compute: Callable[[Any], tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Raises ImportError if what TRL's code and packed rows compute of a small model differs.
-
-    Args:
-        cls: of the trainer, checked once.
-        compute: takes the model with TRL's head, enables it between two computations of the same values, and returns
-            both.
-    """
+    """Raises ImportError if what TRL's code and packed rows compute of a small model differs, once for a trainer's
+    class. `compute` enables the model, which has TRL's head, between two computations of the same values, and returns
+    both."""
     if cls in PROVED:
         return
     with selfcheck._ALONE, selfcheck._untouched(), torch.no_grad():
@@ -102,13 +98,8 @@ def of_answers(trainer: Any, pack_head: Callable[[Any, Any], None]) -> None:
 
 
 def of_trees(trainer: Any, give: Callable[[list[dict[str, Any]]], tuple[Any, Any]], run: Callable[..., Any]) -> None:
-    """Check log-probs and entropies of TRL's prefix trees: those of each sample alone against those of the tree.
-
-    Args:
-        trainer: an asynchronous one.
-        give: takes samples, and returns the inputs of TRL's loss and what that gives the model.
-        run: calls an enabled model with these.
-    """
+    """Check log-probs and entropies of an asynchronous trainer: those of each sample alone against those of the tree.
+    `give` returns the inputs of TRL's loss for samples and what that gives the model; `run` calls an enabled one."""
     lens = MASK.sum(1).tolist()
     samples = [
         {"input_ids": ids[mask != 0], "completion_mask": torch.arange(n) >= 2, "old_log_probs": torch.zeros(n)}
