@@ -31,49 +31,17 @@ WHOLE_ROW = "reads all rows of a call, and packed rows belong to several sequenc
 UNKNOWN = "is of a type that nobody has compared with separate sequences; check=False lets it run unproved"
 BY_SEQUENCE = "chooses weights for each sequence of a call, and a packed row holds several"
 
+EXACT_TYPES = """
+    ADALORA ADAMSS ADAPTION_PROMPT BEFT BOFT C3A DEFT DELORA FOURIERFT FROD GLORA GRALORA HIRA HRA IA3 LN_TUNING LOHA
+    LOKR LORA MISS OFT OSF PEANUT PSOFT PVERA RANDLORA ROAD SHIRA SUPERTUNING TINYLORA TRAINABLE_TOKENS UNILORA VBLORA
+    VERA WAVEFT XLORA"""
+EXACT_VARIANTS = """
+    ArrowLinearVariant BdLoraLinearVariant DoraConv1dVariant DoraConv2dVariant DoraConv3dVariant DoraEmbeddingVariant
+    DoraLinearVariant KasaLinearVariant MiCAEmbeddingVariant MiCALinearVariant QALoraLinearVariant"""
+
 # By the name of PEFT's type.
 TYPES: dict[str, str] = {
-    **dict.fromkeys(
-        [
-            "ADALORA",
-            "ADAMSS",
-            "ADAPTION_PROMPT",
-            "BEFT",
-            "BOFT",
-            "C3A",
-            "DEFT",
-            "DELORA",
-            "FOURIERFT",
-            "FROD",
-            "GLORA",
-            "GRALORA",
-            "HIRA",
-            "HRA",
-            "IA3",
-            "LN_TUNING",
-            "LOHA",
-            "LOKR",
-            "LORA",
-            "MISS",
-            "OFT",
-            "OSF",
-            "PEANUT",
-            "PSOFT",
-            "PVERA",
-            "RANDLORA",
-            "ROAD",
-            "SHIRA",
-            "SUPERTUNING",
-            "TINYLORA",
-            "TRAINABLE_TOKENS",
-            "UNILORA",
-            "VBLORA",
-            "VERA",
-            "WAVEFT",
-            "XLORA",
-        ],
-        EXACT,
-    ),
+    **dict.fromkeys(EXACT_TYPES.split(), EXACT),
     **dict.fromkeys(
         ["CARTRIDGE", "CPT", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "PROMPT_TUNING"], OWN_TOKENS
     ),
@@ -84,22 +52,7 @@ TYPES: dict[str, str] = {
 
 # Variants of LoRA, by PEFT's class.
 VARIANTS: dict[str, str] = {
-    **dict.fromkeys(
-        [
-            "ArrowLinearVariant",
-            "BdLoraLinearVariant",
-            "DoraConv1dVariant",
-            "DoraConv2dVariant",
-            "DoraConv3dVariant",
-            "DoraEmbeddingVariant",
-            "DoraLinearVariant",
-            "KasaLinearVariant",
-            "MiCAEmbeddingVariant",
-            "MiCALinearVariant",
-            "QALoraLinearVariant",
-        ],
-        EXACT,
-    ),
+    **dict.fromkeys(EXACT_VARIANTS.split(), EXACT),
     "ALoraLinearVariant": f"{WHOLE_ROW} (alora_invocation_tokens are found once in a row, and switch what follows)",
     "MontecloraLinearVariant": "draws weights in training once for all rows of a call",
     "VeloraLinearVariant": f'{WHOLE_ROW} (velora_config averages over them; init_type="random" runs packed)',
@@ -118,13 +71,8 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 # Fields that name layers or parameters of the model, and what they are in a copy.
 OF_THE_MODEL: dict[str, Any] = {
-    "exclude_modules": None,
-    "layer_replication": None,
-    "layers_pattern": None,
-    "layers_to_transform": None,
-    "modules_to_save": None,
-    "target_parameters": None,
-    "trainable_token_indices": None,
+    **dict.fromkeys(("exclude_modules", "layer_replication", "layers_pattern", "layers_to_transform")),
+    **dict.fromkeys(("modules_to_save", "target_parameters", "trainable_token_indices")),
     "alpha_pattern": {},
     "rank_pattern": {},
 }
@@ -196,13 +144,8 @@ def configs(model: nn.Module) -> dict[str, Any]:
 
 # ---------------------------------------------------------------- refusals
 def objections(model: nn.Module, decoders: Iterable[nn.Module], known_alone: bool = True) -> Iterator[str]:
-    """Reasons why adapters of a model cannot run packed.
-
-    Args:
-        model: with its wrappers.
-        decoders: of the model.
-        known_alone: also refuse types and variants that nobody has judged.
-    """
+    """Reasons why adapters of a model, with its wrappers, cannot run packed. `known_alone`: types and variants that
+    nobody has judged are refused too."""
     for name, config in configs(model).items():
         if getattr(config, "is_prompt_learning", False):
             yield _sentence(f"{name!r} ({_type(config)})", TYPES.get(_type(config), OWN_TOKENS))
@@ -320,12 +263,7 @@ def shrunk(model: nn.Module, decoder: nn.Module) -> list[Any]:
 
 
 def put_on(model: nn.Module, small: Sequence[Any]) -> None:
-    """Puts adapters with random weights on a small copy, which then are all that is trained.
-
-    Args:
-        model: changed in place.
-        small: of :func:`shrunk`.
-    """
+    """Puts adapters of :func:`shrunk` with random weights on a small copy, which then are all that is trained."""
     if not small:
         return
     from peft import get_peft_model

@@ -123,9 +123,7 @@ def attention(
     """:func:`dualkv.attention`, in which rows of images also see the rows of their image behind them.
 
     Args:
-        q: [t, H, D] of this call's rows.
-        k: [t, Hk, D].
-        v: [t, Hk, D].
+        q, k, v: [t, H, D] and [t, Hk, D] of this call's rows.
         rows: the layout of all rows, or this rank's or part's rows of it.
         ahead: the keys behind rows of images.
         layer: names the layer in a walk.

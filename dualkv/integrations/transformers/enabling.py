@@ -57,10 +57,7 @@ Model = TypeVar("Model", bound=nn.Module)
 # ---------------------------------------------------------------- a call with a layout
 @torch.library.custom_op("dualkv::position_ids", mutates_args=(), tags=OP_TAGS)
 def _position_ids(
-    tokens: torch.Tensor,
-    position_ids: torch.Tensor | None,
-    offsets: torch.Tensor,
-    parent: torch.Tensor,
+    tokens: torch.Tensor, position_ids: torch.Tensor | None, offsets: torch.Tensor, parent: torch.Tensor
 ) -> torch.Tensor:
     """The layout's position ids [1, T] int64 for `tokens` [1, T, ...]; raises if the given ones differ.
 
@@ -73,10 +70,7 @@ def _position_ids(
 
 @_position_ids.register_fake
 def _(
-    tokens: torch.Tensor,
-    position_ids: torch.Tensor | None,
-    offsets: torch.Tensor,
-    parent: torch.Tensor,
+    tokens: torch.Tensor, position_ids: torch.Tensor | None, offsets: torch.Tensor, parent: torch.Tensor
 ) -> torch.Tensor:
     return tokens.new_empty(tokens.shape[:2], dtype=torch.int64)
 
@@ -119,11 +113,7 @@ def _checked_positions(
     return own.clone()
 
 
-def _positions(
-    tokens: torch.Tensor,
-    position_ids: torch.Tensor | None,
-    dualkv: object,
-) -> torch.Tensor:
+def _positions(tokens: torch.Tensor, position_ids: torch.Tensor | None, dualkv: object) -> torch.Tensor:
     """[1, T], the position of each of the tokens [1, T, ...]; raises if the tokens or the given ones do not fit. With
     images the positions may be [3, 1, T]."""
     packed = packed_rows(dualkv)

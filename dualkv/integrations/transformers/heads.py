@@ -336,12 +336,7 @@ def _rule(whole: PreTrainedModel, inner: PreTrainedModel) -> Rule:
 
 
 def rule_of(cls: type[Any], config: PreTrainedConfig, inner: type[Any] | None = None) -> Rule:
-    """Find what models of a class and configuration do around their head.
-
-    Args:
-        cls: of the whole model.
-        config: only read.
-        inner: the class of the model within that has the head.
+    """Find what models of a class and configuration do around their head, which a model of class `inner` within has.
 
     Raises:
         ValueError: the logits of a small copy are not those of its head, or the copy does not run.

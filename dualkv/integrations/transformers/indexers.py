@@ -191,7 +191,6 @@ def attend(
     """Attention of a call's rows to the keys of their sets.
 
     Args:
-        module: the layer.
         dualkv: the call's packed rows, as layers get them.
         q, k, v: [t, H, D], [t, Hk, D], [t, Hk, Dv].
         sets: [S, t, W].
@@ -236,11 +235,8 @@ def mask_without_layout(
     the arguments. The layers do this themselves for implementations that are called eager or sdpa.
 
     Args:
-        module: the layer.
         mask: [B, 1, S, keys], bool or added to scores.
         query: [B, H, S, D].
-        keys: their number.
-        arguments: of the attention function.
     """
     if (blocks := arguments.pop("block_indices", None)) is not None:
         positions = arguments["position_ids"]

@@ -60,10 +60,8 @@ class EveryCall(Calls):
 
 
 def install(model: nn.Module, decoders: Iterable[PreTrainedModel], calls: Calls | None = None) -> None:
-    """Make packed calls of a model batch-invariant, to which there are no :func:`objections`.
-
-    calls: by the model's keyword arguments if None.
-    """
+    """Make packed calls of a model batch-invariant, to which there are no :func:`objections`. Its keyword arguments say
+    which calls are packed, unless `calls` does."""
     calls = Calls() if calls is None else calls
     for module in (*decoders, *_seeing(model)):
         patching.of(module).before(calls.note)

@@ -33,10 +33,7 @@ _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
 def contexts(ops: Collection[Any]) -> tuple[Any, Any]:
     """Contexts of one call of a layer, its forward's and its recomputation's: a `context_fn` of PyTorch's `checkpoint`.
-
-    Args:
-        ops: the operations, overloads such as `torch.ops.aten.mm.default`, whose results are kept.
-    """
+    Results of `ops`, overloads such as `torch.ops.aten.mm.default`, are kept."""
     if torch._guards.detect_fake_mode() is not None:  # a model that is compiled as a whole: there no tensor is written
         return create_selective_checkpoint_contexts(
             lambda _, op, *_args, **_kwargs: (

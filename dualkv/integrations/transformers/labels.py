@@ -28,10 +28,7 @@ def makes_own_loss(cls: type[nn.Module]) -> bool:
 
 
 def refuse_shifts(module: nn.Module, named: dict[str, Any]) -> None:
-    """Raises ValueError for labels that a head would shift, and for a number of last rows of which it makes logits.
-
-    named: the arguments of its call.
-    """
+    """Raises ValueError for labels that a head would shift, and for a number of last rows of which it makes logits."""
     if named.get("labels") is not None and shifted(type(module)):
         instead = "pass the label of each row as shift_labels too, or use dualkv.response_logprobs"
         if of_its_own := makes_own_loss(type(module)):

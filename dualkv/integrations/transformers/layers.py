@@ -34,18 +34,8 @@ UNSUPPORTED = {
 
 # Keyword arguments that a model passes to every layer and that do not change attention.
 NEUTRAL = {
-    "input_ids",
-    "position_ids",
-    "use_cache",
-    "cache_position",
-    "num_items_in_batch",
-    "labels",
-    "shift_labels",
-    "return_dict",
-    "logits_to_keep",
-    "output_hidden_states",
-    "output_router_logits",
-    "debug_io",
+    *("input_ids", "position_ids", "use_cache", "cache_position", "num_items_in_batch", "labels", "shift_labels"),
+    *("return_dict", "logits_to_keep", "output_hidden_states", "output_router_logits", "debug_io"),
 }
 
 # Attributes of attention modules that repeat an argument of their attention function, by that argument.
@@ -265,12 +255,8 @@ def has_temperature(module: nn.Module) -> bool:
 
 
 def temperature(module: nn.Module, positions: torch.Tensor) -> torch.Tensor:
-    """[T] fp64 factor for the queries of such a layer: the temperature of a row's position over the temperature of the
-    row's number.
-
-    Args:
-        positions: [T] position of each row in its own unpacked sequence.
-    """
+    """[T] fp64 factor for the queries of such a layer: the temperature of a row's position, in its own unpacked
+    sequence, over the temperature of the row's number."""
     floor_scale, attn_scale = cast(float, module.floor_scale), cast(float, module.attn_scale)
 
     def of(position: torch.Tensor) -> torch.Tensor:
@@ -281,13 +267,8 @@ def temperature(module: nn.Module, positions: torch.Tensor) -> torch.Tensor:
 
 # ---------------------------------------------------------------- refusals of models
 def refuse_arguments(what: str, given: dict[str, Any], known: Container[str]) -> None:
-    """Raises ValueError for an argument of attention functions whose feature is not supported.
-
-    Args:
-        what: is given the arguments, for the message.
-        given: by name.
-        known: names of arguments that are judged elsewhere.
-    """
+    """Raises ValueError for an argument of attention functions whose feature is not supported, but for `known` ones,
+    which are judged elsewhere; `what` is given them."""
     for name, value in given.items():
         if name in NEUTRAL or name in known:
             continue

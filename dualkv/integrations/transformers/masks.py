@@ -34,12 +34,8 @@ FIELDS = "sliding_window", "attention_chunk_size"  # of configurations, as of Vi
 
 
 class Visible(NamedTuple):
-    """The keys of its path that a query sees: all up to itself, or those of a window or chunk.
-
-    Attributes:
-        window: as for :func:`dualkv.attention`.
-        chunk: as for :func:`dualkv.attention`.
-    """
+    """The keys of its path that a query sees: all up to itself, or those of a window or chunk, as for
+    :func:`dualkv.attention`."""
 
     window: int | None = None
     chunk: int | None = None
@@ -115,9 +111,8 @@ def is_of_packed_call(masks: Any) -> bool:
 
 
 def read(mask: Any, selects: bool = False) -> Visible | None:
-    """The keys that a layer sees by its mask; None for a mask that does not say.
-
-    selects: whether the layer uses the mask only to select keys, by an indexer.
+    """The keys that a layer sees by its mask; None for a mask that does not say. A layer that `selects` uses the mask
+    only to select keys, by an indexer.
 
     Raises:
         ValueError: a window or chunk below 1.

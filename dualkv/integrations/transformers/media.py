@@ -105,7 +105,6 @@ FAMILIES = {
 # The two kinds of rows: their number in mm_token_type_ids, patches, grids, the config's field of the placeholder.
 ROWS = ((1, *_IMAGES, "image_token_id"), (2, *_VIDEOS, "video_token_id"))
 
-
 # Decoders that get embeddings alone and count their rows as text unless they are told positions.
 BLIND = ("Qwen2_5OmniThinkerTextModel", "Qwen3OmniMoeThinkerTextModel")
 
@@ -203,12 +202,8 @@ def refuse_unplaced(decoder: nn.Module, inputs: dict[str, Any], packed: PackedRo
 
 # ---------------------------------------------------------------- a call
 def place(module: Any, named: dict[str, Any], layout: Any) -> Placed | None:
-    """The layout of a call of `module` with its positions; None for a call without images.
-
-    Args:
-        module: of a known family.
-        named: the inputs of the call by name. Reading them waits for the device, once.
-        layout: as the call got it.
+    """The layout of a call of `module`, of a known family, with its positions; None for a call without images. Reading
+    the inputs waits for the device, once.
 
     Raises:
         ValueError: an input that does not run packed; placeholders and images that do not match, also where an image
@@ -344,13 +339,8 @@ def _not_counted(images: dict[str, Images], shard: Shard | None) -> dict[str, Im
 
 
 def ask(module: Any, named: dict[str, Any], layout: Layout, shard: Shard | None) -> None:
-    """Tell the towers of `module` which images its next call has, where the caller has placed them.
-
-    Args:
-        module: of a known family.
-        named: the inputs of the call by name, with the token ids [1, T] of all rows.
-        layout: of T rows.
-        shard: the ranks that share these rows, if any.
+    """Tell the towers of `module`, of a known family, which images its next call has, where the caller has placed them:
+    by the inputs of the call, with the token ids [1, T] of all rows, which ranks of `shard` share, if any.
 
     Raises:
         ValueError: placeholders and images that do not match.
@@ -492,10 +482,8 @@ def _grid_positions(module: Any, how: Family, named: dict[str, Any], layout: Lay
     if named.get(AUDIO) is not None:
         rows = (ids[0] == module.config.audio_token_id).nonzero()[:, 0]
         name, counts = towers.rows_of_audio(module, named)
-        owners["audio_seqlens"], grids["audio_seqlens"] = (
-            towers.owners(rows, counts, layout, name),
-            named[name].sum(1).cpu(),
-        )
+        owners["audio_seqlens"] = towers.owners(rows, counts, layout, name)
+        grids["audio_seqlens"] = named[name].sum(1).cpu()
     return _from_replicated(module, how, named, layout, ids, kinds, grids, owners)
 
 

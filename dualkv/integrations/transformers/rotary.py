@@ -11,7 +11,7 @@ Rows that sequences share have one factor. Where their sequences need several, t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,9 +84,14 @@ def is_decorated(module: nn.Module) -> bool:
 
 def depends_on_length(module: nn.Module) -> bool:
     """Whether a module is a rotary embedding of this kind."""
-    kinds = getattr(module, "rope_type", None)
-    types: Iterable[Any] = kinds if isinstance(kinds, dict) else (None,)
-    return any(scaling(module, layer_type) is not None for layer_type in types) and is_decorated(module)
+    return bool(_scalings(module)) and is_decorated(module)
+
+
+def _scalings(module: nn.Module) -> list[Scaling]:
+    """All kinds in an embedding."""
+    kinds: Any = getattr(module, "rope_type", None)
+    types = kinds if isinstance(kinds, dict) else (None,)
+    return [how for layer_type in types if (how := scaling(module, layer_type)) is not None]
 
 
 def embeddings(model: nn.Module) -> list[nn.Module]:
@@ -96,14 +101,8 @@ def embeddings(model: nn.Module) -> list[nn.Module]:
 
 def notes(model: nn.Module) -> list[str]:
     """Say what calls of a model refuse, one sentence for each kind of embedding."""
-    found = []
-    for module in embeddings(model):
-        kinds: Any = module.rope_type
-        ways = (scaling(module, layer_type) for layer_type in (kinds if isinstance(kinds, dict) else (None,)))
-        found += [
-            f"{_name(module, how)}: calls in which they share rows with others are refused" for how in ways if how
-        ]
-    return list(dict.fromkeys(found))
+    names = dict.fromkeys(_name(module, how) for module in embeddings(model) for how in _scalings(module))
+    return [f"{name}: calls in which they share rows with others are refused" for name in names]
 
 
 # ---------------------------------------------------------------- hooks
@@ -182,11 +181,7 @@ def _evaluated(
     rows keep their results from `before`.
 
     Args:
-        module: a rotary embedding.
-        given: its arguments by name.
         of_rows: [T] the length that stands for that of each row's sequence; None: all have the only value.
-        values: the lengths to evaluate.
-        before: as the result, or None.
 
     Returns:
         As the module's forward returns it: a tensor [..., T, D] or a tuple of such.

@@ -70,26 +70,17 @@ class OneDrawError(CannotRunError):
 def check(
     decoder: PreTrainedModel, enable: Callable[..., Any], small: Sequence[Any] = (), stage: Stage = "evaluation"
 ) -> None:
-    """Raises ValueError, in one sentence, if what a stage compares differs in a small copy.
-
-    Args:
-        decoder: only its class and configuration are read. Each pair of them is checked once in a process.
-        enable: :func:`dualkv.integrations.transformers.enable`.
-        small: its adapters, by :func:`dualkv.integrations.transformers.adapters.shrunk`.
-        stage: by default packed and replicated hidden states.
-    """
+    """Raises ValueError, in one sentence, if what a stage compares differs in a small copy of a decoder, of which only
+    class and configuration are read, with adapters of :func:`dualkv.integrations.transformers.adapters.shrunk`. Each
+    pair of them is checked once in a process."""
     verdict = verdict_of(_class(decoder), decoder.config, enable, small, stage)
     if verdict is not None:
         raise ValueError(verdict)
 
 
 def ask_later(decoder: PreTrainedModel, small: Sequence[Any], enable: Callable[..., Any]) -> None:
-    """Lets the first call of a decoder in training, in a walk or with kept products run that stage of the check.
-
-    Args:
-        decoder: notes what :func:`refuse_unproved` reads.
-        small, enable: as for :func:`check`.
-    """
+    """Lets the first call of a decoder in training, in a walk or with kept products run that stage of the check; the
+    decoder notes what :func:`refuse_unproved` reads."""
     patching.of(decoder).replace(ASKED, (tuple(small), enable, ("evaluation",)))
 
 
@@ -204,12 +195,6 @@ def difference(
 ) -> tuple[str, float]:
     """The largest relative difference, over rows and gradients, between packed and replicated, with random weights.
 
-    Args:
-        cls, config: of the copy.
-        enable: :func:`dualkv.integrations.transformers.enable`.
-        small: adapters of the copy.
-        stage: what runs.
-
     Returns:
         what differs most, and by how much.
 
@@ -237,12 +222,7 @@ def difference(
 
 
 class _Trial:
-    """A small copy of a decoder and its inputs.
-
-    Attributes:
-        model: the copy.
-        batch: the sequences of the tree.
-    """
+    """A small copy of a decoder, and the batch of the tree's sequences."""
 
     def __init__(self, cls: type[Any], config: PreTrainedConfig, small: Sequence[Any], trains: bool) -> None:
         """trains: the copy runs in training mode, with gradients."""

@@ -226,12 +226,8 @@ def _shrink_heads(config: PreTrainedConfig, most: int) -> None:
 
 
 def _shrink_repeated(small: PreTrainedConfig, config: PreTrainedConfig) -> None:
-    """Nested parts without heads of their own repeat the hidden size and the key/value heads of the whole (DBRX).
-
-    Args:
-        small: with the heads and the hidden size of the small copy; its parts are changed in place.
-        config: the model's own.
-    """
+    """Let nested parts of the small copy without heads of their own repeat the hidden size and the key/value heads of
+    the whole (DBRX)."""
     if not _fields(config, HEADS):
         return
     parts = [part for part in vars(small).values() if isinstance(part, PreTrainedConfig) and not _fields(part, HEADS)]
@@ -244,12 +240,8 @@ def _shrink_repeated(small: PreTrainedConfig, config: PreTrainedConfig) -> None:
 
 
 def _shrink_recurrent(small: PreTrainedConfig, config: PreTrainedConfig) -> None:
-    """Reduce the heads of recurrent layers. The ratio of key heads to value heads stays, and head dims that fit do.
-
-    Args:
-        small: with the hidden size of the small copy, changed in place.
-        config: the model's own.
-    """
+    """Reduce the heads of recurrent layers of the small copy, which has its hidden size. The ratio of key heads to
+    value heads stays, and head dims that fit do."""
     linear = {name: value for name, value in _fields(small, LINEAR_HEADS).items() if type(value) is int}
     if linear:
         common = math.gcd(*linear.values())

@@ -130,13 +130,8 @@ def refusals(model: nn.Module) -> list[str]:
 
 
 def refuse(model: nn.Module, trains: bool = False, batch_invariant: bool = False) -> None:
-    """Raises ValueError for a model that `enable` refuses. The model does not change.
-
-    Args:
-        model: may be on the meta device.
-        trains: also if its first call in training is refused.
-        batch_invariant: also if it is not batch-invariant.
-    """
+    """Raises ValueError for a model, which may be on the meta device, that `enable` refuses; on request also if its
+    first call in training is refused, or if it is not batch-invariant. The model does not change."""
     found, decoders = refusals(model), layers.decoders(model)
     found += invariant.objections(model, decoders) if batch_invariant and not found else []
     asked: dict[selfcheck.Stage, bool] = {"training": trains, "invariance": batch_invariant}

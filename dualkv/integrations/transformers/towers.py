@@ -276,10 +276,8 @@ def of_all_ranks(named: dict[str, Any], shard: Shard) -> dict[str, Any]:
 
 
 def _shared(asked: Images, shard: Shard, tower: Callable[..., Any], pixels: str, given: dict[str, Any]) -> Any:
-    """The tower's output for the placeholders of this rank's rows, from the ranks that ran their images.
-
-    pixels: the name of the tower's argument with the patches.
-    """
+    """The tower's output for the placeholders of this rank's rows, from the ranks that ran their images; `pixels` names
+    the tower's argument with the patches."""
     of_inputs = held(asked.patches, asked.inputs)
     at = np.argsort(shard.host_order)[asked.rows.numpy()]  # among the rows of all ranks, one rank after another
     if of_inputs is None:  # each rank runs all images
@@ -347,14 +345,8 @@ def _on(device: torch.device, index: IntArray) -> torch.Tensor:
 
 
 def _to_readers(features: torch.Tensor, shard: Shard, at: IntArray, ran: IntArray) -> torch.Tensor:
-    """The features of this rank's placeholders, in the order of its rows.
-
-    Args:
-        features: [F, C] of the images that this rank ran.
-        shard: the ranks.
-        at: [P] the places of all placeholders among the rows of one rank after another.
-        ran: [P] the rank that ran the image of each placeholder.
-    """
+    """The features of this rank's placeholders, in the order of its rows, from those [F, C] of images that each rank
+    ran: `at` [P] are the places of all placeholders among the rows of one rank after another, `ran` [P] the ranks."""
     local = np.empty(len(ran), np.int64)  # the place among the features of the rank that ran the image
     for rank in range(shard.world_size):
         local[ran == rank] = np.arange(np.count_nonzero(ran == rank))
