@@ -324,7 +324,7 @@ def draw(
     return Trace(name, tuple(s for _, s in sequences), tuple(i for i, _ in sequences))
 
 
-NAME = re.compile(rf"trace-({'|'.join(KINDS)})-(\d+)(?:-n(\d+))?(?:-t([\d.]+))?(?:-x([\d.]+))?")
+NAME = re.compile(rf"trace-({'|'.join(KINDS)})-(\d+)(?:-n(\d+))?(?:-t(\d*\.?\d+))?(?:-x(\d*\.?\d+))?")
 
 
 def parse(text: str) -> Trace | None:

@@ -107,6 +107,8 @@ def test_bad_traces(text, says):
         traces.parse(text)
     with pytest.raises(ValueError, match=r"'nothing'.*grpo"):
         draw("nothing")
+    with pytest.raises(ValueError, match=r"trace-tau2-0-t1\.2\.3.*expected trace-KIND-SEED"):
+        trees.drawn(["trace-tau2-0-t1.2.3"])
 
 
 LINES = [
