@@ -34,6 +34,7 @@ from tools.bench.record import JsonPath, Record
 from tools.bench.symbols import Task
 from tools.bench.train_verl import one_process, settings_for
 from tools.bench.verl import (
+    Engine,
     Settings,
     log_probs_of,
     make_batch,
@@ -43,7 +44,6 @@ from tools.bench.verl import (
     set_log_probs,
     set_loss,
 )
-from tools.bench.verl_options import Engine
 
 LOGGED = "loss", "grad_norm", "kl_loss"
 Weights = dict[str, torch.Tensor]

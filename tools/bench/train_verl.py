@@ -27,8 +27,7 @@ from dualkv.grpo import group_advantages
 from tools.bench.record import JsonPath, Record
 from tools.bench.symbols import SYMBOLS, Task
 from tools.bench.train_hybrid import sample
-from tools.bench.verl import Settings, log_probs_of, make_batch, make_worker, set_log_probs
-from tools.bench.verl_options import Algorithm, Engine
+from tools.bench.verl import Algorithm, Engine, Settings, log_probs_of, make_batch, make_worker, set_log_probs
 
 MODEL = {
     "vocab_size": SYMBOLS,

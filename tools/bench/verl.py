@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -51,10 +52,33 @@ from dualkv.bench.run import in_words
 from dualkv.integrations.verl import MODEL_TYPE, work
 from dualkv.integrations.verl.balance import rollouts_by_tag
 from dualkv.models import CONFIGS
-from tools.bench import harness, ragged, stock_attention, verl_options
+from tools.bench import harness, ragged, stock_attention
 from tools.bench.random_weights import random_model, random_shards, save_config
 from tools.bench.record import JsonPath, Record
-from tools.bench.verl_options import Algorithm, Engine
+
+
+class Engine(StrEnum):
+    VERL = "verl"
+    DUALKV = "dualkv"
+
+
+class Algorithm(StrEnum):
+    GRPO = "grpo"
+    DAPO = "dapo"
+
+
+Model = Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}; random weights.")]
+Layers = Annotated[int | None, typer.Option(help="Of the model; all of them by default.")]
+Groups = Annotated[int, typer.Option(help="Prompts in an update of each data-parallel rank.")]
+Responses = Annotated[int, typer.Option("--responses", "-n", help="Responses of each prompt.")]
+PromptLen = Annotated[int, typer.Option("--prompt-len", "-p", help="Tokens of each prompt.")]
+ResponseLen = Annotated[int, typer.Option("--response-len", "-r", help="Tokens of each response.")]
+MaxTokens = Annotated[int | None, typer.Option(help="Or tokens, packed ones with packed groups.")]
+Untimed = Annotated[int, typer.Option(help="Whole updates before them, where the first one of a row compiles.")]
+Rows = Annotated[
+    Path | None, typer.Option(help="A JSON list of options, each laid over those given here; run one by one.")
+]
+
 
 # Beside veRL's defaults, among them the mean over tokens.
 LOSSES: dict[Algorithm, dict[str, Any]] = {
@@ -72,23 +96,23 @@ LOSSES: dict[Algorithm, dict[str, Any]] = {
 class Common:
     """The settings of a measurement on any strategy."""
 
-    engine: verl_options.Engines = Engine.DUALKV
-    model: verl_options.Model = "tiny"
-    layers: verl_options.Layers = None
-    groups: verl_options.Groups = 1
-    responses: verl_options.Responses = 32
-    prompt_len: verl_options.PromptLen = 8192
-    response_len: verl_options.ResponseLen = 2048
-    micro_batch: verl_options.MicroBatch = None
-    max_tokens: verl_options.MaxTokens = None
-    algorithm: verl_options.Algorithms = Algorithm.GRPO
+    engine: Annotated[Engine, typer.Option(help="veRL's own, or packed groups.")] = Engine.DUALKV
+    model: Model = "tiny"
+    layers: Layers = None
+    groups: Groups = 1
+    responses: Responses = 32
+    prompt_len: PromptLen = 8192
+    response_len: ResponseLen = 2048
+    micro_batch: Annotated[int | None, typer.Option(help="Rollouts a micro-batch.")] = None
+    max_tokens: MaxTokens = None
+    algorithm: Annotated[Algorithm, typer.Option(help="Whose loss.")] = Algorithm.GRPO
     attention: str = "fa2"
     head: str = "torch"
     dtype: Annotated[str, typer.Option(help="Of the computation: bf16 or fp32.")] = "bf16"
-    updates: verl_options.Updates = 3
-    learning_rate: verl_options.LearningRate = 1e-6
+    updates: Annotated[int, typer.Option(help="To measure; a fresh worker makes a small one before.")] = 3
+    learning_rate: Annotated[float, typer.Option(help="Of AdamW, constant.")] = 1e-6
     trace: str | None = None
-    untimed: verl_options.Untimed = 0
+    untimed: Untimed = 0
 
     def same_worker(self, other: Common) -> bool:
         """Whether the worker of `other` serves these settings: they differ in rollouts and micro-batches alone."""
@@ -519,7 +543,7 @@ def main(
     distance: Annotated[
         list[str] | None, typer.Option(help="Compare gradients with fp32 on these traces, of which there are rows.")
     ] = None,
-    rows: verl_options.Rows = None,
+    rows: Rows = None,
 ) -> None:
     """Measure policy updates of one engine; the first rank prints and writes the figures."""
     given = asdict(settings)

@@ -23,7 +23,6 @@ from verl.utils.device import get_device_name
 
 from dualkv.integrations.metrics import RATIO
 from tools.bench import verl as bench
-from tools.bench import verl_options
 from tools.bench.record import JsonPath, Record
 
 OUTPUTS = ("log_probs", "entropy")
@@ -98,13 +97,13 @@ def measure(s: bench.Settings, trees: bool, budgets: list[int]) -> dict[str, Any
 
 def main(
     json_to: JsonPath,
-    model: verl_options.Model = "qwen3-8b",
-    layers: verl_options.Layers = 4,
-    groups: verl_options.Groups = 4,
-    responses: verl_options.Responses = 8,
-    prompt_len: verl_options.PromptLen = 2048,
-    response_len: verl_options.ResponseLen = 512,
-    max_tokens: verl_options.MaxTokens = 9000,
+    model: bench.Model = "qwen3-8b",
+    layers: bench.Layers = 4,
+    groups: bench.Groups = 4,
+    responses: bench.Responses = 8,
+    prompt_len: bench.PromptLen = 2048,
+    response_len: bench.ResponseLen = 512,
+    max_tokens: bench.MaxTokens = 9000,
     budgets: Annotated[list[int] | None, typer.Option(help="Tokens of micro-batches of scores.")] = None,
     keep: Annotated[str, typer.Option(help="What checkpointed layers keep.")] = "attention",
     dtype: Annotated[str, typer.Option(help="Of the computation: bf16 or fp32.")] = "bf16",

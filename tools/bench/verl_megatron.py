@@ -44,10 +44,10 @@ from verl.workers.engine_workers import TrainingWorker
 
 from dualkv.integrations.megatron import enable
 from dualkv.integrations.verl import MODEL_TYPE
-from tools.bench import harness, stock_attention, verl, verl_options
+from tools.bench import harness, stock_attention, verl
 from tools.bench.random_weights import save_config
 from tools.bench.record import JsonPath
-from tools.bench.verl_options import Engine
+from tools.bench.verl import Engine
 
 CHUNK = 4096  # rows of the chunked head at a time
 # A fresh worker's log-probs are compared on these rollouts.
@@ -74,7 +74,7 @@ class Settings(verl.Common):
     pipeline_parallel: Annotated[int, typer.Option(help="Stages.")] = 1
     attention: Annotated[str, typer.Option(help=f"Of veRL's own engine: {', '.join(stock_attention.CALLS)}.")] = "fa2"
     head: Annotated[str, typer.Option(help="veRL's triton or unfused, or PyTorch's, chunked.")] = "triton"
-    untimed: verl_options.Untimed = 1
+    untimed: verl.Untimed = 1
 
 
 # ---------------------------------------------------------------- what stands in for Transformer Engine
@@ -216,7 +216,7 @@ def settings_of(options: dict[str, Any]) -> Settings:
 
 
 @harness.takes(Settings)
-def main(json_to: JsonPath, settings: Settings, rows: verl_options.Rows = None) -> None:
+def main(json_to: JsonPath, settings: Settings, rows: verl.Rows = None) -> None:
     """Measure policy updates of veRL's Megatron engine; the first rank prints and writes the figures."""
     given = asdict(settings)
     listed = [settings_of(given | row) for row in (json.loads(rows.read_text()) if rows else [{}])]
