@@ -366,7 +366,7 @@ class Layout:
             return f"{low}" if low == high else f"{low}..{high}"
 
         s = self._segments
-        parts = [f"{self.num_tokens} tokens", f"{self.num_groups} groups"]
+        parts = [f"{self.num_tokens} tokens", f"{self.num_groups} group{'s' * (self.num_groups != 1)}"]
         if self.num_groups:
             parts.append(f"P {spread(self.prompt_lens)}")
         if self.num_responses:

@@ -1,13 +1,15 @@
 """GRPO in plain PyTorch on one GPU: sample, reward, pack, update.
 
 python examples/one_gpu.py --model Qwen/Qwen3-0.6B
-OMP_WAIT_POLICY=passive python examples/one_gpu.py --tiny --steps 3   # random weights, bytes for tokens: on a CPU
-
-Without that variable, threads of PyTorch that wait keep a busy CPU's cores from those that compute.
+python examples/one_gpu.py --tiny --steps 3   # random weights, bytes for tokens: on a CPU
 """
 
 import argparse
+import os
 import time
+
+# OpenMP reads this when PyTorch loads it. Threads that spin while they wait would keep a busy CPU from those that work.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -274,7 +274,7 @@ def test_to_another_device():
 
 def test_repr_says_what_it_holds():
     text = repr(pack([[1, 2]], [[[3], [4, 5]]]))
-    for part in ("2 rollouts", "3 response tokens", "'gather'", "5 tokens", "1 groups"):
+    for part in ("2 rollouts", "3 response tokens", "'gather'", "5 tokens", "1 group,"):
         assert part in text
 
 
