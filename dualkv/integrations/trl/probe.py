@@ -42,7 +42,7 @@ def refuse_unequal(cls: type, compute: Callable[[Any], tuple[torch.Tensor, torch
     both."""
     if cls in PROVED:
         return
-    with selfcheck._ALONE, selfcheck._untouched(), torch.no_grad():
+    with selfcheck._ALONE, selfcheck._untouched(torch.device("cpu")), torch.no_grad():
         sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
         model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)).eval()
         selfcheck.randomize(model, seed=0)
