@@ -13,7 +13,9 @@ from tests.protocol.state import Fault
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.protocol", description=__doc__)
     parser.add_argument("--kernel", default="", help="cases whose name begins so: bwd_narrow, 'fwd d64'; default: all")
-    parser.add_argument("--schedules", type=int, default=300, help="of each case (%(default)s); 10 take about 1 s")
+    parser.add_argument(
+        "--schedules", type=int, default=300, help="of each case (%(default)s), each of about half a second"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the first one (%(default)s)")
     options = parser.parse_args()
     chosen = [case for case in cases() if case.name.startswith(options.kernel)]
