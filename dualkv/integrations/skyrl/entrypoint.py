@@ -31,6 +31,7 @@ def main() -> None:
 
     Raises:
         ValueError: settings as :func:`install` refuses them; `trainer.override_entrypoint`.
+        TypeError: as :func:`install`.
     """
     for word in sys.argv[1:]:
         if word.startswith("trainer.override_entrypoint="):

@@ -120,6 +120,7 @@ def install(cfg: Any) -> None:
 
     Raises:
         ValueError: the Megatron backend, sequence parallelism, replayed sample support.
+        TypeError: a `max_tokens_per_microbatch` that is no integer.
     """
     refuse(cfg.trainer)
     for name, cls in WORKERS.items():
@@ -134,8 +135,8 @@ WORKERS: dict[str, Callable[..., Any]] = {
 
 
 def refuse(trainer: Any) -> None:
-    """Raise ValueError for settings, the part `trainer` of SkyRL's configuration, with which models do not run
-    packed."""
+    """Raise ValueError for settings, the part `trainer` of SkyRL's configuration, with which models do not run packed,
+    and TypeError for a budget that is no integer."""
     if trainer.strategy != "fsdp":
         raise ValueError(f"trainer.strategy is {trainer.strategy}, expected fsdp: take it, {INSTEAD}")
     for name in ("policy", "ref", "critic"):
@@ -146,6 +147,9 @@ def refuse(trainer: Any) -> None:
             )
     if trainer.algorithm.enable_sample_support_replay:
         raise ValueError(f"trainer.algorithm.enable_sample_support_replay is True{REPLAY}")
+    tokens = trainer.max_tokens_per_microbatch
+    if isinstance(tokens, bool) or not isinstance(tokens, int):
+        raise TypeError(f"trainer.max_tokens_per_microbatch is {tokens!r}, expected a number of packed tokens")
 
 
 def _say_unplanned(trainer: Any) -> None:

@@ -150,3 +150,12 @@ def test_the_command_trains(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_refuses(word: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=says):
         run(monkeypatch, *WORDS, word)
+
+
+@pytest.mark.parametrize(
+    ("value", "found"), [("abc", "'abc'"), ("1e4", r"10000\.0"), ("true", "True"), ("null", "None")]
+)
+def test_the_command_refuses_a_budget_of_another_type(value: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    says = f"^trainer.max_tokens_per_microbatch is {found}, expected a number of packed tokens$"
+    with pytest.raises(TypeError, match=says):
+        run(monkeypatch, *WORDS, f"trainer.max_tokens_per_microbatch={value}")
