@@ -18,8 +18,8 @@ from verl.workers.config import ActorConfig, CriticConfig
 
 from dualkv.integrations import losses
 from dualkv.integrations.transformers.masks import by_config
+from dualkv.integrations.verl import canary, options, walked, work
 from dualkv.integrations.verl import data as verl_data
-from dualkv.integrations.verl import options, walked, work
 from dualkv.integrations.verl.data import PackedRollouts, Rollouts
 from dualkv.integrations.verl.microbatches import plan_on_all_ranks
 
@@ -43,6 +43,11 @@ class PacksBatches:
         self._counter = FlopsCounter(work.of_full_attention(model_config.hf_config))
         self._layers = by_config(model_config.hf_config)
         given = options.of(model_config)
+        if not given.get(options.PACKED, True):
+            raise ValueError(
+                f"fused_kernel_options.{options.PACKED} is False with model.model_type={MODEL_TYPE}, which packs: leave"
+                " one of them out"
+            )
         self._min_shared = _min_shared(given.get(options.TREES, False))
         self._keeping = walked.asked(given)
         self._batch_invariant = given.get(options.BATCH_INVARIANT, False)
@@ -153,6 +158,13 @@ def temperatures(of_rollouts: Any, packed: PackedRollouts) -> Any:
     if not isinstance(of_rollouts, torch.Tensor):
         return of_rollouts
     return of_rollouts[packed.source.to(of_rollouts.device)]
+
+
+def check(given: dict[str, Any]) -> None:
+    """Raises ValueError for values of options that no engine takes."""
+    _min_shared(given.get(options.TREES, False))
+    walked.asked(given)
+    canary.steps(given)
 
 
 def _min_shared(trees: Any) -> int | None:

@@ -13,7 +13,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
 
 from dualkv.integrations.verl.engine import FSDP, DualKVEngine
-from dualkv.integrations.verl.options import BATCH_INVARIANT, CANARY, PACKED, of
+from dualkv.integrations.verl.options import BATCH_INVARIANT, CANARY, PACKED, PLACES, alone, of
 
 
 @EngineRegistry.register(model_type="value_model", backend=FSDP, device="cuda", vendor="nvidia")
@@ -32,14 +32,12 @@ class DualKVCritic(DualKVEngine, FSDPEngineWithValueHead):
     def _read_options(self, model_config: Any) -> None:
         super()._read_options(model_config)
         given = of(model_config)
-        for name in (BATCH_INVARIANT, CANARY):
-            if value := given.get(name):
-                raise ValueError(
-                    f"critic.model.fused_kernel_options.{name} is {value}, expected none: it is of log-probs"
-                )
+        refuse_of_log_probs(given)
 
     def __new__(cls, model_config: Any, *args: Any, **kwargs: Any) -> Any:
-        if of(model_config).get(PACKED, False):
+        given = of(model_config)
+        refuse_alone(given)
+        if given.get(PACKED, False):
             return super().__new__(cls)
         return FSDPEngineWithValueHead(model_config, *args, **kwargs)
 
@@ -49,3 +47,16 @@ class DualKVCritic(DualKVEngine, FSDPEngineWithValueHead):
         config = copy.deepcopy(config)
         config.architectures = None
         return config
+
+
+def refuse_alone(given: dict[str, Any]) -> None:
+    """Raises ValueError for options of a critic that is not packed."""
+    if name := alone(given):
+        raise ValueError(f"{PLACES[1]}.{name} is set without {PACKED}=True, expected both")
+
+
+def refuse_of_log_probs(given: dict[str, Any]) -> None:
+    """Raises ValueError for options of log-probs, which a critic does not have."""
+    for name in (BATCH_INVARIANT, CANARY):
+        if value := given.get(name):
+            raise ValueError(f"{PLACES[1]}.{name} is {value}, expected none: it is of log-probs")

@@ -130,6 +130,7 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
         self._read_options(model_config)
         self._checked = _checked(self._of_decoder(model_config.hf_config), self._batch_invariant)
         _refuse_fused_head(model_config)
+        _refuse_keeping(model_config)
         super().__init__(model_config, *args, **kwargs)
         self.row_ranks = self.model_ranks = self.engine_config.ulysses_sequence_parallel_size
         _refuse_ulysses(model_config, self.row_ranks)
@@ -578,6 +579,18 @@ def _refuse_fused_head(model_config: Any) -> None:
             f"use_fused_kernels is True and {type(model).__name__} makes its logits with {', '.join(beside)}, which"
             " veRL's fused heads leave out: set use_fused_kernels=False"
         )
+
+
+def _refuse_keeping(model_config: Any) -> None:
+    """Raises ValueError for options of gradient checkpointing without it."""
+    given = options.of(model_config)
+    for name in (options.KEEP, options.KEEP_LAYERS):
+        value = given.get(name)
+        if value not in (None, "nothing", "all") and not model_config.enable_gradient_checkpointing:
+            raise ValueError(
+                f"fused_kernel_options.{name} is {value!r} with enable_gradient_checkpointing=False, where layers keep"
+                " everything: leave the option out, or set model.enable_gradient_checkpointing=True"
+            )
 
 
 def _refuse_ulysses(model_config: Any, ranks: int) -> None:

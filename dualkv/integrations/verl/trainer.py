@@ -9,14 +9,20 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from omegaconf import OmegaConf
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync, register_trainer
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from dualkv.integrations import losses
+from dualkv.integrations.verl import options
 from dualkv.integrations.verl.balance import balance, rank_works, rollouts_by_tag
-from dualkv.integrations.verl.batches import MODEL_TYPE
+from dualkv.integrations.verl.batches import MODEL_TYPE, check
+from dualkv.integrations.verl.critic import refuse_alone, refuse_of_log_probs
 from dualkv.integrations.verl.engine import FSDP, check_strategy
-from dualkv.integrations.verl.options import PACKED
+
+OBSERVED = f"{MODEL_TYPE}_observe"
+TRAINERS = "trainer.v1"  # where veRL's trainers have their settings, by the names of its own
+MODES = "sync", "colocate_async", "separate_async"
 
 
 class _WholeGroups:
@@ -25,15 +31,7 @@ class _WholeGroups:
     stock_mode: str  # the mode of veRL's own trainer, which veRL reads in its configuration
 
     def __init__(self, config: Any) -> None:
-        if (config.actor_rollout_ref.get("model") or {}).get("model_type") == MODEL_TYPE:
-            check_strategy(config.actor_rollout_ref.actor.strategy)  # before any worker starts
-        critic: Any = config.get("critic") or {}
-        options = (critic.get("model") or {}).get("fused_kernel_options") or {}
-        if options.get(PACKED, False) and critic.strategy not in FSDP:
-            raise ValueError(
-                f"critic.model.fused_kernel_options.{PACKED} packs groups on strategy fsdp and fsdp2, not on"
-                f" {critic.strategy}: set critic.strategy=fsdp2, or leave the option out"
-            )
+        _refuse(config)  # before any worker starts
         config.trainer.v1.trainer_mode = self.stock_mode
         if config.actor_rollout_ref.actor.shuffle:
             warnings.warn(
@@ -63,6 +61,46 @@ class _WholeGroups:
         metrics["dualkv/balance_slowest_over_mean"] = max(loads) * len(loads) / sum(loads)
         batch.reorder([i for of_rank in order for i in of_rank])
         return batch
+
+
+def _refuse(config: Any) -> None:
+    """Raises ValueError for options that no engine takes or that nothing reads, and warns where nothing is packed."""
+    if where := options.misplaced(OmegaConf.to_container(config)):
+        places = " or ".join(options.PLACES)
+        stock = {f"{TRAINERS}.{MODEL_TYPE}_{mode}": f"{TRAINERS}.{mode}" for mode in MODES}
+        raise ValueError(f"{where} is set, where nothing reads it: expected {stock.get(where, places)}")
+    model: Any = config.actor_rollout_ref.get("model") or {}
+    kind, given = model.get("model_type"), options.read(model.get("fused_kernel_options"))
+    if kind == MODEL_TYPE:
+        check_strategy(config.actor_rollout_ref.actor.strategy)
+        check(given)
+    elif kind != OBSERVED and (name := options.alone(given)):
+        raise ValueError(
+            f"{options.PLACES[0]}.{name} is set without actor_rollout_ref.model.model_type={MODEL_TYPE}, expected both"
+        )
+    critic: Any = config.get("critic") or {}
+    of_critic: Any = critic.get("model") or {}
+    given = options.read(of_critic.get("fused_kernel_options"))
+    refuse_alone(given)
+    packs_critic = given.get(options.PACKED, False)
+    if packs_critic:
+        if critic.strategy not in FSDP:
+            raise ValueError(
+                f"{options.PLACES[1]}.{options.PACKED} packs groups on strategy fsdp and fsdp2, not on"
+                f" {critic.strategy}: set critic.strategy=fsdp2, or leave the option out"
+            )
+        check(given)
+        refuse_of_log_probs(given)
+    elif of_critic.get("model_type") == MODEL_TYPE:
+        raise ValueError(
+            f"critic.model.model_type is {MODEL_TYPE}, which packs no critic: set"
+            f" +{options.PLACES[1]}.{options.PACKED}=True"
+        )
+    if kind not in (MODEL_TYPE, OBSERVED) and not packs_critic:
+        warnings.warn(
+            f"dualkv: actor_rollout_ref.model.model_type is {kind}, so nothing is packed: set it to {MODEL_TYPE}",
+            stacklevel=4,
+        )
 
 
 def _updates(config: Any, size: int) -> int:

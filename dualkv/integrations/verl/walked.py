@@ -60,7 +60,7 @@ def asked(given: dict[str, Any]) -> Keeping | None:
             walk.
     """
     sums = given.get(GRADIENTS, "fp32")
-    if sums not in SUMS:
+    if not isinstance(sums, str) or sums not in SUMS:
         raise ValueError(f"fused_kernel_options.{GRADIENTS} is {sums!r}, expected {' or '.join(SUMS)}")
     if given.get(WALK, False):
         return Keeping(SUMS[sums], given.get(ON_HOST, False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -295,6 +296,7 @@ def test_options_of_walks() -> None:
     for given, says in (
         ({"dualkv_walk": 8192}, "dualkv_walk is 8192, expected true or false"),
         (little | {"dualkv_walk_on_host": 1}, "dualkv_walk_on_host is 1, expected true or false"),
+        (little | {"dualkv_walk_gradients": ["bf16"]}, r"dualkv_walk_gradients is \['bf16'\], expected fp32 or bf16"),
         (little | {"dualkv_walk_gradients": "fp16"}, "dualkv_walk_gradients is 'fp16', expected fp32 or bf16"),
         ({"dualkv_walk_on_host": True}, "dualkv_walk_on_host is set without dualkv_walk=True, expected both"),
     ):
@@ -308,6 +310,14 @@ def test_options_of_walks() -> None:
         ("dualkv_tree", True, "fused_kernel_options has dualkv_tree, expected names among dualkv, "),
         ("dualkv_fast", "false", "fused_kernel_options.dualkv_fast is 'false', expected true or false"),
         ("dualkv", 1, "fused_kernel_options.dualkv is 1, expected true or false"),
+        ("Dualkv_trees", True, "fused_kernel_options has Dualkv_trees, expected names among dualkv, "),
+        ("dual_kv_trees", True, "fused_kernel_options has dual_kv_trees, expected names among dualkv, "),
+        ("duakv_walk", True, "fused_kernel_options has duakv_walk, expected names among dualkv, "),
+        ("dualkv_keep", "atention", "fused_kernel_options.dualkv_keep is 'atention', expected one of nothing, att"),
+        ("dualkv_keep", ["attention"], r"fused_kernel_options.dualkv_keep is \['attention'\], expected one of noth"),
+        ("dualkv_keep_layers", 8, "fused_kernel_options.dualkv_keep_layers is 8 and dualkv_keep is 'nothing', exp"),
+        ("dualkv_keep_layers", "8", "fused_kernel_options.dualkv_keep_layers is '8', expected a number of layers"),
+        ("dualkv_keep_layers", True, "fused_kernel_options.dualkv_keep_layers is True, expected a number of layers"),
     ],
 )
 def test_options_that_would_do_nothing_or_something_else_are_refused(name: str, value: Any, says: str) -> None:
@@ -315,6 +325,86 @@ def test_options_that_would_do_nothing_or_something_else_are_refused(name: str, 
     for model_type in ("dualkv", "value_model"):
         with pytest.raises(ValueError, match=f"^{says}"):
             EngineRegistry.new(model_type, "fsdp2", model_config=of_verl)
+
+
+def test_options_that_are_no_mapping_are_refused() -> None:
+    for model_type in ("dualkv", "value_model"):
+        with pytest.raises(TypeError, match=r"^fused_kernel_options is True, expected names and values"):
+            EngineRegistry.new(model_type, "fsdp2", model_config=SimpleNamespace(fused_kernel_options=True))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"dualkv": False}, "fused_kernel_options.dualkv is False with model.model_type=dualkv, which packs"),
+        ({"dualkv_keep": "products"}, "dualkv_keep is 'products' with enable_gradient_checkpointing=False, where"),
+    ],
+)
+def test_an_engine_refuses_options_that_contradict_others(
+    given: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FSDPEngineWithLMHead, "__init__", lambda *_, **__: pytest.fail("veRL's engine was made"))
+    of_verl = SimpleNamespace(
+        hf_config=transformers.Qwen3Config(num_hidden_layers=1, vocab_size=8),
+        fused_kernel_options=given,
+        use_fused_kernels=False,
+        enable_gradient_checkpointing=False,
+    )
+    with pytest.raises(ValueError, match=says):
+        EngineRegistry.new("dualkv", "fsdp2", model_config=of_verl)
+
+
+def test_options_of_a_critic_that_is_not_packed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FSDPEngineWithLMHead, "__init__", lambda *_, **__: pytest.fail("veRL's engine was made"))
+    of_verl = SimpleNamespace(fused_kernel_options={"dualkv_trees": True})
+    with pytest.raises(ValueError, match=r"^critic\..*dualkv_trees is set without dualkv=True, expected both$"):
+        EngineRegistry.new("value_model", "fsdp2", model_config=of_verl)
+
+
+PACKS = {"model_type": "dualkv"}
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "says"),
+    [
+        ("dualkv_trees", True, "^dualkv_trees is set, where nothing reads it: expected actor_rollout_ref.model.fused_"),
+        ("actor_rollout_ref.fused_kernel_options.dualkv_walk", True, "^actor_rollout_ref.fused_kernel_options.dual"),
+        ("actor_rollout_ref.model.override_config.dualkv_fast", True, "override_config.dualkv_fast is set, where no"),
+        ("trainer.v1.dualkv_walk", True, "^trainer.v1.dualkv_walk is set, .* expected actor_rollout_ref.model.fused_k"),
+        ("trainer.v1.dualkv_colocate_async.parameter_sync_step", 4, r"nothing reads it: expected trainer\.v1\.coloc"),
+        ("actor_rollout_ref.model", PACKS | {"fused_kernel_options": {"dualkv_tree": True}}, "has dualkv_tree, exp"),
+        ("actor_rollout_ref.model", PACKS | {"fused_kernel_options": {"dualkv_trees": 0}}, "dualkv_trees is 0, exp"),
+        ("actor_rollout_ref.model", PACKS | {"fused_kernel_options": {"dualkv_canary": 0}}, "dualkv_canary is 0, e"),
+        ("actor_rollout_ref.model.fused_kernel_options.dualkv_trees", True, "is set without .*model_type=dualkv, exp"),
+        ("critic.model.fused_kernel_options.dualkv_trees", True, "^critic.* is set without dualkv=True, expected bo"),
+        ("critic.model.model_type", "dualkv", "set .critic.model.fused_kernel_options.dualkv=True$"),
+    ],
+)
+def test_a_trainer_refuses_options_before_any_worker_starts(
+    at: str, value: Any, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PPOTrainerSync, "__init__", lambda *_: pytest.fail("veRL's trainer was made"))
+    config = OmegaConf.merge(OmegaConf.create(CONFIG), {"actor_rollout_ref": {"actor": {"strategy": "fsdp2"}}})
+    OmegaConf.update(config, at, value, force_add=True)
+    with pytest.raises(ValueError, match=says):
+        get_trainer_cls("dualkv_sync")(config)
+
+
+def test_a_trainer_warns_where_nothing_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PPOTrainerSync, "__init__", lambda *_: None)
+    config = OmegaConf.create(CONFIG)
+    OmegaConf.update(config, "actor_rollout_ref.model.model_type", "language_model", force_add=True)
+    with pytest.warns(UserWarning, match=r"model_type is language_model, so nothing is packed: set it to dualkv"):
+        get_trainer_cls("dualkv_sync")(config)
+    for at, value in (
+        ("actor_rollout_ref.model.model_type", "dualkv_observe"),
+        ("critic", {"strategy": "fsdp", "model": {"fused_kernel_options": {"dualkv": True}}}),
+    ):
+        other = OmegaConf.create(CONFIG)
+        OmegaConf.update(other, at, value, force_add=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            get_trainer_cls("dualkv_sync")(other)
 
 
 def test_a_canary_is_refused_of_a_critic(monkeypatch: pytest.MonkeyPatch) -> None:
