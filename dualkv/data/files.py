@@ -9,6 +9,7 @@ or messages: verifiers' traces.
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import math
@@ -27,6 +28,7 @@ Message = dict[str, Any]
 BYTES = "text without --tokenizer: bytes are counted, not tokens"
 POLICY = ("assistant", "ai", "model")  # roles of messages that the policy wrote
 MESSAGES = ("messages", "messages_and_choices", "history", "trajectory")  # keys of a whole conversation
+ANSWERS = ("responses", "completions", "response", "completion", "output", "choices")
 FORMS = (
     "'sequences', 'prompt' with 'responses', 'completions' or 'completion', 'prompt_ids', 'input_ids', 'input' and"
     f" 'output', {', '.join(map(repr, MESSAGES))}, 'trajectories' or 'traces'"
@@ -64,11 +66,13 @@ class ByteTokenizer:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
     def render(self, messages: list[Message], tools: Any = None, reply: bool = False) -> list[int]:
-        """A line with the role and one with the text and tool calls, for each message."""
+        """A line with the role and one with reasoning, text and tool calls, for each message."""
         lines = [json.dumps(tools)] if tools else []
         for message in messages:
-            calls = json.dumps(message["tool_calls"]) if message.get("tool_calls") else ""
-            lines += [f"<{message['role']}>", message["content"] + calls]
+            thought = message.get("reasoning_content") or message.get("reasoning") or ""
+            calls = message.get("tool_calls") or message.get("function_call")
+            texts = [thought if isinstance(thought, str) else json.dumps(thought), message["content"]]
+            lines += [f"<{message['role']}>", "".join(texts) + (json.dumps(calls) if calls else "")]
         return self.encode("".join(f"{line}\n" for line in lines + ["<assistant>"] * reply))
 
 
@@ -164,7 +168,7 @@ def objects(path: Source) -> Iterator[tuple[str, dict[str, Any]]]:
     if os.path.isdir(path):
         found = sorted({*Path(path).rglob("*.traj"), *Path(path).rglob("*.traj.json")})
         if not found:
-            raise ValueError(f"{path}: no .traj files in this folder")
+            raise ValueError(f"{path}: no .traj files in this folder, expected some (other files are read one by one)")
         for each in found:
             yield from objects(each)
         return
@@ -215,14 +219,22 @@ def _document(name: str, text: bytes, line: int) -> Iterator[tuple[str, dict[str
 
 def _json(name: str, text: bytes, line: int) -> Any:
     """The value of some JSON of a file; `line` is the number of its first line."""
+    if text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ValueError(f"{name}:{line}: not UTF-8 but UTF-16")
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         at = f"{name}:{line + error.lineno - 1}"
-        raise ValueError(f"{at}: not valid JSON ({error.msg} at column {error.colno})") from None
+        lines = error.msg == "Extra data" and error.lineno > 1
+        hint = "; if each line is a value of its own, name the file .jsonl" if lines else ""
+        raise ValueError(f"{at}: not valid JSON ({error.msg} at column {error.colno}){hint}") from None
+    except RecursionError:
+        raise ValueError(f"{name}:{line}: lists or objects are nested too deep") from None
     except UnicodeDecodeError as error:
         above, begun = text[: error.start].count(b"\n"), text[: error.start].rpartition(b"\n")[2]
         raise ValueError(f"{name}:{line + above}: not UTF-8 (byte {len(begun)} of the line)") from None
+    except ValueError as error:  # an integer with more digits than Python reads
+        raise ValueError(f"{name}:{line}: {str(error).partition(';')[0]}") from None
 
 
 def _object(where: str, data: Any) -> tuple[str, dict[str, Any]]:
@@ -282,6 +294,9 @@ def _prompt_and_responses(
 ) -> tuple[list[int], list[list[int]]]:
     """Token ids of a prompt and of its answers, which are the entries of `data[of]`."""
     _refuse_masks(data, of)
+    _refuse_padding(data)
+    if isinstance(data["prompt"], str):
+        _refuse_texts(data, "prompt", ("system", "system_prompt", "instruction"))
     prompt = _prompt(data, "prompt", tokenizer, vocab_size)
     return prompt, [_text_or_ids(f"{of}[{i}]", r, tokenizer, vocab_size) for i, r in enumerate(_full(data, of))]
 
@@ -397,18 +412,36 @@ def samples(data: dict[str, Any], tokenizer: Tokenizer, vocab_size: int | None =
         # ART trains choices. In its Parquet they are marked.
         chosen = [isinstance(each.get("message"), dict) or each.get("trainable") is True for each in data[whole]]
         own = chosen if any(chosen) else [m["role"] in POLICY for m in messages]
+        if (
+            messages[-1]["role"] not in (*POLICY, "tool")
+            and (answer := next((key for key in ANSWERS if data.get(key)), None)) is not None
+        ):
+            raise ValueError(
+                f"{answer!r} is not read beside {whole!r}, which ends with a message of"
+                f" {messages[-1]['role']!r}, expected the answer as the last message, or messages as 'prompt' and"
+                " 'completion'"
+            )
+        if messages[0]["role"] not in ("system", "developer"):
+            _refuse_texts(data, whole, ("system", "system_prompt"))
         return [_conversation(messages, own, data.get("tools"), tokenizer, vocab_size, reward)]
     if "input_ids" in data:
+        _refuse_padding(data)
         ids = check_ids("input_ids", data["input_ids"], vocab_size)
         return [Sample(ids, _mask(data, ("loss_mask", "assistant_masks"), len(ids)), reward)]
     answers = [key for key in ("completion_ids", "response_ids", "completion", "output") if key in data]
     if prompt is None or not answers:
+        if (key := MESSAGES[0]) in data:
+            came = reprlib.repr(data[key])
+            raise ValueError(f"{key!r} must be a list of at least one message with a 'role', got {came}")
         raise ValueError(f"expected {FORMS}, found {sorted(data)}")
     answer = answers[0]
     if _are_messages(data[prompt]) and _are_messages(data[answer]):
         both = [_message(f"{key}[{i}]", m) for key in (prompt, answer) for i, m in enumerate(data[key])]
         own = [i >= len(data[prompt]) and m["role"] in POLICY for i, m in enumerate(both)]
         return [_conversation(both, own, data.get("tools"), tokenizer, vocab_size, reward)]
+    _refuse_padding(data)
+    if isinstance(data[prompt], str):
+        _refuse_texts(data, prompt, ("system", "system_prompt", "instruction"))
     first = _prompt(data, prompt, tokenizer, vocab_size)
     then = _text_or_ids(answer, data[answer], tokenizer, vocab_size)
     mask = _mask(data, ("completion_mask", "response_mask"), len(then))
@@ -571,6 +604,19 @@ def _refuse_masks(data: dict[str, Any], answer: str) -> None:
             )
 
 
+def _refuse_padding(data: dict[str, Any]) -> None:
+    """Raise ValueError for token ids with padding: it would count as tokens."""
+    if isinstance(mask := data.get("attention_mask"), list) and 0 in mask:
+        raise ValueError("'attention_mask' has 0, expected token ids without padding, and a mask of ones or none")
+
+
+def _refuse_texts(data: dict[str, Any], beside: str, names: Sequence[str]) -> None:
+    """Raise ValueError for text that belongs before a prompt or a conversation: it would not count."""
+    for key in names:
+        if isinstance(data.get(key), str) and data[key]:
+            raise ValueError(f"{key!r} is not read beside {beside!r}, expected all text of the prompt in {beside!r}")
+
+
 def _text_or_ids(name: str, value: Any, tokenizer: Tokenizer, vocab_size: int | None) -> list[int]:
     return check_ids(name, tokenizer.encode(value) if isinstance(value, str) else value, vocab_size)
 
@@ -586,7 +632,9 @@ def check_ids(name: str, ids: Any, vocab_size: int | None) -> list[int]:
     most = MAX_TOKEN if vocab_size is None else vocab_size - 1
     for i, token in enumerate(ids):
         if isinstance(token, bool) or not isinstance(token, int):
-            raise ValueError(f"{name}[{i}] is {json.dumps(token)}, expected a token id")
+            came = kind(token) if isinstance(token, dict | list) else json.dumps(token)[:80]
+            of_messages = "; messages are read as 'messages', or as 'prompt' and 'completion'" * isinstance(token, dict)
+            raise ValueError(f"{name}[{i}] is {came}, expected a token id{of_messages}")
         if not 0 <= token <= most:
             of_model = "" if vocab_size is None else f", outside the model's vocabulary of {vocab_size}"
             raise ValueError(f"{name}[{i}] is token {token}{of_model}, expected a token id from 0 to {most}")

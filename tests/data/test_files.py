@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dualkv.bench import trees
-from dualkv.data.files import samples
+from dualkv.data.files import samples, sequences
 from dualkv.data.rollouts import ByteTokenizer, Rollouts, load_tokenizer, read_rollouts
 
 ASK = [{"role": "system", "content": "Use tools."}, {"role": "user", "content": "What is 2+2?"}]
@@ -199,6 +199,7 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
         ("a.jsonl", b'\n{"input": "\xff"}', "a.jsonl:2: not UTF-8 (byte 11 of the line)"),
         ("a.jsonl.gz", whole[:-20], "a.jsonl.gz: not a whole file of gzip ("),
         ("a.json.gz", b"{}", "a.json.gz: not a whole file of gzip ("),
+        ("a.jsonl", '{"input": "a"}\n'.encode("utf-16"), "a.jsonl:1: not UTF-8 but UTF-16"),
     ):
         (tmp_path / name).write_bytes(data)
         with pytest.raises(ValueError, match=re.escape(f"{tmp_path / name}"[: -len(name)] + says)):
@@ -223,6 +224,11 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
         ("a.jsonl", '{"prompt": [1], "responses": [[2]], "rewards": [1], "loss_masks": [[0]]}', "beside 'responses'"),
         ("a.jsonl", '{"messages": [{"role": "user", "tool_calls": "x"}]}', "'tool_calls' of messages[0] is 'x'"),
         ("a.jsonl", '{"question": "a"}', "expected 'sequences', 'prompt' with"),
+        ("a.jsonl", f'{{"prompt": [{"9" * 5000}]}}', ":1: Exceeds the limit"),
+        ("a.jsonl", "[" * 100_000, ":1: lists or objects are nested too deep"),
+        ("a.json", '{"input": "a"}\n{"input": "b"}', "a.json:2: not valid JSON (Extra data at column 1); if each line"),
+        ("a.jsonl", '{"messages": []}', "'messages' must be a list of at least one message with a 'role', got []"),
+        ("a.jsonl", '{"prompt": [{"role": "user"}], "completion": "b", "reward": 1}', "prompt[0] is an object"),
     ],
 )  # fmt: skip
 def test_bad_files(tmp_path: Path, name: str, text: str, says: str) -> None:
@@ -230,6 +236,46 @@ def test_bad_files(tmp_path: Path, name: str, text: str, says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)) as caught:
         read_rollouts(tmp_path / name, ByteTokenizer(), 320)
     assert str(caught.value).startswith(str(tmp_path / name))
+
+
+USER = {"role": "user", "content": "b"}
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ({"messages": [USER], "responses": ["a"]}, "'responses' is not read beside 'messages'"),
+        ({"messages": [USER], "completion": "a"}, "'completion' is not read beside 'messages'"),
+        ({"messages": [USER, *TURNS], "system": "Use tools."}, "'system' is not read beside 'messages'"),
+        ({"prompt": "b", "completion": "a", "system_prompt": "c"}, "'system_prompt' is not read beside 'prompt'"),
+        ({"prompt": "b", "responses": ["a"], "system": "c"}, "'system' is not read beside 'prompt'"),
+        ({"instruction": "c", "input": "b", "output": "a"}, "'instruction' is not read beside 'input'"),
+        ({"input_ids": [0, 0, 5], "attention_mask": [0, 0, 1]}, "'attention_mask' has 0"),
+        ({"prompt_ids": [0, 5], "attention_mask": [0, 1, 1], "completion_ids": [6]}, "'attention_mask' has 0"),
+    ],
+)
+def test_parts_that_would_not_count_are_refused(line: dict[str, Any], says: str) -> None:
+    """A part of a rollout under a key that is not read, and padding, would make every figure wrong."""
+    with pytest.raises(ValueError, match=re.escape(says)):
+        sequences(line, ByteTokenizer())
+
+
+def test_what_stays_beside_rollouts() -> None:
+    """A text of these names may also be no part of a rollout."""
+    for line in (
+        {"messages": [*ASK, *TURNS], "system": "Use tools.", "completion": "It is 4."},
+        {"messages": [*ASK, *TURNS[:2]], "output": "cut off", "attention_mask": None},
+        {"input_ids": [5, 6], "attention_mask": [1, 1], "instruction": "Add."},
+    ):
+        assert sequences(line, ByteTokenizer())[0]
+
+
+def test_bytes_of_messages_have_all_that_the_policy_wrote() -> None:
+    """Reasoning and calls of the older form count as text and calls do."""
+    plain = len(ByteTokenizer().render([{"role": "assistant", "content": "a"}]))
+    for name in ("reasoning", "reasoning_content", "function_call"):
+        line = {"messages": [{"role": "assistant", "content": "a", name: "thought"}]}
+        assert len(sequences(line, ByteTokenizer())[0][0]) >= plain + len("thought"), name
 
 
 TEMPLATE = (
