@@ -61,13 +61,18 @@ def install() -> None:
 
 
 def refuse(args: Any) -> None:
-    """Raise ValueError for arguments of `openrlhf.cli.train_ppo_ray` whose models do not run packed."""
+    """Raise ValueError for arguments of `openrlhf.cli.train_ppo_ray` whose models do not run packed, or budgets without
+    a token."""
     expected_of = {"ring_attn_size": 1, "tensor_parallel_size": 1, "deepcompile": False, "use_liger_kernel": False}
     for name, expected in expected_of.items():
         if (came := getattr(args.ds, name, expected)) != expected:
             raise ValueError(
                 f"--ds.{name} is {came}, expected {expected}: use openrlhf.cli.train_ppo_ray, or leave it out"
             )
+    if args.train.dynamic_batch_enable:
+        for part in ("train", "rollout"):
+            if (budget := getattr(args, part).max_tokens_per_gpu) is not None and budget < 1:
+                raise ValueError(f"--{part}.max_tokens_per_gpu is {budget}, expected at least 1 packed token")
 
 
 def say(args: Any) -> None:

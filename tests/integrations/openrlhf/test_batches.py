@@ -74,6 +74,9 @@ def test_install_changes_what_get_strategy_makes(monkeypatch: pytest.MonkeyPatch
     assert type(made) is PackedStrategy
 
 
+DYNAMIC = ["--train.dynamic_batch_enable"]
+
+
 @pytest.mark.parametrize(
     ("more", "name"),
     [
@@ -81,6 +84,8 @@ def test_install_changes_what_get_strategy_makes(monkeypatch: pytest.MonkeyPatch
         (["--ds.tensor_parallel_size", "2"], "--ds.tensor_parallel_size is 2, expected 1"),
         (["--ds.use_liger_kernel"], "--ds.use_liger_kernel is True, expected False"),
         (["--ds.deepcompile"], "--ds.deepcompile is True, expected False"),
+        ([*DYNAMIC, "--train.max_tokens_per_gpu", "0"], "--train.max_tokens_per_gpu is 0, expected at least 1"),
+        ([*DYNAMIC, "--rollout.max_tokens_per_gpu", "-5"], "--rollout.max_tokens_per_gpu is -5, expected at least 1"),
     ],
 )
 def test_arguments_are_refused_by_the_command_line(more: list[str], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
