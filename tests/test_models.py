@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dualkv.models import CONFIGS
+from dualkv.models import CONFIGS, load_model
 
 # Billions of parameters, as their authors give them.
 BILLIONS = {
@@ -46,3 +46,14 @@ def test_shape_of_qwen35_is_the_default_of_its_class():
 
 def test_all_are_checked():
     assert {*BILLIONS, "tiny", "tiny-hybrid", "qwen3.5-9b"} == {*CONFIGS}
+
+
+def test_a_seed_leaves_the_generators_of_gpus(monkeypatch):
+    """`torch.manual_seed` seeds them all, and ranks would draw alike afterwards."""
+    seeded = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    before = torch.get_rng_state()
+    first, second = (load_model("tiny", torch.float32, torch.device("cpu"), seed=3) for _ in range(2))
+    assert all(map(torch.equal, first.parameters(), second.parameters()))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert seeded == []
