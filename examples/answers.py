@@ -11,6 +11,10 @@ answers of the Kullback-Leibler divergence of the student's distribution from th
 
 import argparse
 import json
+import os
+
+# OpenMP reads this when PyTorch loads it. Threads that spin while they wait would keep a busy CPU from those that work.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from transformers import AutoModelForCausalLM

@@ -11,6 +11,9 @@ import gc
 import json
 import os
 
+# OpenMP reads this when PyTorch loads it. Threads that spin while they wait would keep a busy CPU from those that work.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -9,7 +9,11 @@ attention, and the head meets only the rows that predict a response token, some 
 """
 
 import argparse
+import os
 import time
+
+# OpenMP reads this when PyTorch loads it. Threads that spin while they wait would keep a busy CPU from those that work.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM

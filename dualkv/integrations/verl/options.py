@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from dualkv.arrays import positive
 from dualkv.integrations.transformers.checkpointing import KINDS
 
 PACKED = "dualkv"  # whether a critic is packed
@@ -18,8 +19,6 @@ BATCH_INVARIANT = "dualkv_batch_invariant"  # whether log-probs have equal bits 
 WALK, GRADIENTS, ON_HOST = "dualkv_walk", "dualkv_walk_gradients", "dualkv_walk_on_host"
 SWITCHES = (PACKED, FAST, BATCH_INVARIANT, WALK, ON_HOST)
 NAMES = (*SWITCHES, TREES, KEEP, KEEP_LAYERS, CANARY, GRADIENTS)
-
-
 PLACES = "actor_rollout_ref.model.fused_kernel_options", "critic.model.fused_kernel_options"
 
 
@@ -34,7 +33,7 @@ def read(given: Any) -> dict[str, Any]:
     Raises:
         ValueError: a name that begins like DualKV's, or almost is one, and is none of them; a switch that is neither
             true nor false; a `dualkv_keep` or `dualkv_keep_layers` that no model takes.
-        TypeError: options that are no mapping.
+        TypeError: options that are no mapping; a `dualkv_keep_layers` that is no integer.
     """
     if given is not None and not isinstance(given, Mapping):
         raise TypeError(f"fused_kernel_options is {given!r}, expected names and values such as {TREES}=True")
@@ -65,8 +64,7 @@ def _check_kept(given: dict[str, Any]) -> None:
         raise ValueError(f"fused_kernel_options.{KEEP} is {keep!r}, expected one of {', '.join(KINDS)}")
     if (layers := given.get(KEEP_LAYERS)) is None:
         return
-    if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
-        raise ValueError(f"fused_kernel_options.{KEEP_LAYERS} is {layers!r}, expected a number of layers, 1 or more")
+    layers = positive(f"fused_kernel_options.{KEEP_LAYERS}", layers)
     if keep == "nothing":
         raise ValueError(
             f"fused_kernel_options.{KEEP_LAYERS} is {layers} and {KEEP} is 'nothing', expected one of"

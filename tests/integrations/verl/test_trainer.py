@@ -316,8 +316,7 @@ def test_options_of_walks() -> None:
         ("dualkv_keep", "atention", "fused_kernel_options.dualkv_keep is 'atention', expected one of nothing, att"),
         ("dualkv_keep", ["attention"], r"fused_kernel_options.dualkv_keep is \['attention'\], expected one of noth"),
         ("dualkv_keep_layers", 8, "fused_kernel_options.dualkv_keep_layers is 8 and dualkv_keep is 'nothing', exp"),
-        ("dualkv_keep_layers", "8", "fused_kernel_options.dualkv_keep_layers is '8', expected a number of layers"),
-        ("dualkv_keep_layers", True, "fused_kernel_options.dualkv_keep_layers is True, expected a number of layers"),
+        ("dualkv_keep_layers", 0, "fused_kernel_options.dualkv_keep_layers is 0, expected 1 or more"),
     ],
 )
 def test_options_that_would_do_nothing_or_something_else_are_refused(name: str, value: Any, says: str) -> None:
@@ -327,10 +326,18 @@ def test_options_that_would_do_nothing_or_something_else_are_refused(name: str, 
             EngineRegistry.new(model_type, "fsdp2", model_config=of_verl)
 
 
-def test_options_that_are_no_mapping_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (True, "fused_kernel_options is True, expected names and values"),
+        ({"dualkv_keep_layers": "8"}, "fused_kernel_options.dualkv_keep_layers is '8', expected an integer"),
+        ({"dualkv_keep_layers": True}, "fused_kernel_options.dualkv_keep_layers is True, expected an integer"),
+    ],
+)
+def test_options_of_another_type_are_refused(given: Any, says: str) -> None:
     for model_type in ("dualkv", "value_model"):
-        with pytest.raises(TypeError, match=r"^fused_kernel_options is True, expected names and values"):
-            EngineRegistry.new(model_type, "fsdp2", model_config=SimpleNamespace(fused_kernel_options=True))
+        with pytest.raises(TypeError, match=f"^{says}"):
+            EngineRegistry.new(model_type, "fsdp2", model_config=SimpleNamespace(fused_kernel_options=given))
 
 
 @pytest.mark.parametrize(
