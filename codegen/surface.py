@@ -7,6 +7,7 @@ uses with what is installed. What fits runs; else one sentence says what was fou
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,6 +43,10 @@ def borrowing(package: str, by: str) -> Iterator[None]:
     try:
         yield
     except (ImportError, AttributeError) as error:
+        missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        if missing and importlib.util.find_spec(missing) is None:  # no version of the package would help
+            said = f"{package} {packages.found(package)} imports {missing}, which is not installed"
+            raise ImportError(f"{by} cannot run: {said}", name=missing) from error
         said = " ".join(str(error).split())
         raise ImportError(f"{by} cannot run: {unfit(package, said)}", name=packages.PACKAGES[package].module) from error
 

@@ -36,6 +36,9 @@ def test_a_name_that_is_gone_is_said(monkeypatch):
     says = "it cannot run: trl 1.19.0 does not fit (tried up to 1.16.0: pip install 'trl<=1.16.0'): "
     assert str(caught.value).startswith(f"{says}cannot import name 'split_tensor_dict'")
     assert caught.value.name == "trl"
+    says = "^it cannot run: trl 1.19.0 imports flashless, which is not installed$"
+    with pytest.raises(ImportError, match=says), surface.borrowing("trl", "it"):
+        import flashless.attention  # type: ignore[import-not-found]  # noqa: F401
     with pytest.raises(ValueError, match="its own"), surface.borrowing("trl", "it"):
         raise ValueError("its own")
 
