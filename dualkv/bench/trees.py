@@ -13,8 +13,8 @@ from rich.table import Table
 from dualkv.bench.show import folded
 from dualkv.bench.traces import FIGURES, KINDS, Trace, parse
 from dualkv.data import breaks
-from dualkv.data.files import Source, Tokenizer, errors_at, name_of, objects, segments
-from dualkv.data.files import sequences as sequences_of
+from dualkv.data.files import Source, errors_at, name_of, objects
+from dualkv.data.forms import Tokenizer, samples, segments
 from dualkv.data.gain import Gain
 from dualkv.data.memory import Memory, RowCosts
 from dualkv.data.planning import plan_shared
@@ -85,7 +85,7 @@ def read(path: Source, tokenizer: Tokenizer, min_shared: int = 1, compare_texts:
     Sequences are token ids, from the prompt's first token to the rollout's last; their masks may be left out. A prompt
     and responses (or "completions") are token ids or text. `lengths` are the token counts of a tree's segments in
     depth-first order, and `parent` the segment that each one continues, -1 for a prompt. Single rollouts have the forms
-    of :func:`dualkv.data.files.samples`. Lines of token ids share prefixes with each other. Other keys and blank lines
+    of :func:`dualkv.data.forms.samples`. Lines of token ids share prefixes with each other. Other keys and blank lines
     are skipped.
 
     Args:
@@ -111,16 +111,17 @@ def read(path: Source, tokenizer: Tokenizer, min_shared: int = 1, compare_texts:
                 trees.append(tree.at_least(min_shared))
                 trained = None
                 continue
-            rows, count = sequences_of(data, tokenizer)
-        line = where.removeprefix(name).replace(":", "line ", 1)
-        lines += [f"{line}, sequence {i}" for i in range(len(rows))]
-        sequences += rows
-        trained = None if trained is None or count is None else trained + count
+            found = samples(data, tokenizer)
+        line = f"line {where.removeprefix(f'{name}:')}" if where.startswith(f"{name}:") else where.removeprefix(name)
+        lines += [f"{line}, sequence {i}" for i in range(len(found))]
+        for tokens, mask, _ in found:
+            sequences.append(tokens)
+            trained = None if trained is None or mask is None else trained + sum(mask)
     said: list[str] = []
     if sequences:
         host, shared, _ = read_sequences(sequences, min_shared)
-        found = breaks.find(host, shared, tokenizer.decode if compare_texts else None)
-        said = breaks.described(found, lines.__getitem__)
+        parted = breaks.find(host, shared, tokenizer.decode if compare_texts else None)
+        said = breaks.described(parted, lines.__getitem__)
         trees.insert(0, shared.at_least(min_shared))
     if not trees:
         raise ValueError(f"{name}: no rollouts in it, expected one JSON object a line")

@@ -20,7 +20,7 @@ import dualkv
 from codegen import KernelError, packages
 from codegen.select import NAMES
 from dualkv.cli.output import check_folder, check_plot, console_of, tracked, write_json
-from dualkv.data import files
+from dualkv.data import files, forms
 from dualkv.demo.settings import ON_CUDA, DemoSettings
 
 app = typer.Typer(
@@ -137,7 +137,7 @@ def demo(
         raise ValueError(
             f"{option} is {given[shaped[0]]} beside --rollouts, expected one of them: {option} shapes drawn ones"
         )
-    file = files.load(rollouts, files.group_or_samples) if rollouts is not None else None
+    file = files.load(rollouts, forms.group_or_samples) if rollouts is not None else None
     settings = DemoSettings.given(**given)  # from here on with torch
     with tracked(console, "loading the model") as track:
         from dualkv.demo.run import run_demo  # transformers takes seconds
@@ -313,7 +313,7 @@ def bench(
         check_folder(markdown)
     file = None
     if rollouts is not None:
-        file = files.load(rollouts, partial(files.group_or_samples, rewards=False))
+        file = files.load(rollouts, partial(forms.group_or_samples, rewards=False))
     from dualkv.bench import command, run, show
     from dualkv.bench.workloads import NAMED
 
@@ -378,7 +378,7 @@ def trees(
 ) -> None:
     """Show what packing saves on rollouts before training: tokens, share ratio, depth, FLOP, and whether it pays."""
     console = console_of(json_to)
-    given = [files.load(path, files.sequences_or_segments) for path in rollouts or ()]
+    given = [files.load(path, forms.samples_or_segments) for path in rollouts or ()]
     from dualkv.arrays import check_gib
     from dualkv.bench import trees as saved
     from dualkv.data.rollouts import load_tokenizer
@@ -400,7 +400,7 @@ def trees(
     summaries = [saved.Summary.of(one, model, memory) for one in found]
     console.print(saved.table(summaries))
     for summary in summaries:
-        counted = [files.BYTES] * (summary.unit == "bytes")
+        counted = [forms.BYTES] * (summary.unit == "bytes")
         for sentence in (*counted, summary.verdict, *([summary.plan] if summary.plan else []), *summary.breaks):
             console.print(f"{summary.name}: {sentence}", soft_wrap=True)
     write_json({"rollouts": [summary.as_dict() for summary in summaries]}, json_to)

@@ -12,17 +12,8 @@ from typing import Any
 import torch
 
 from codegen.packages import require
-from dualkv.data.files import (
-    ByteTokenizer,
-    Group,
-    Message,
-    Source,
-    Tokenizer,
-    errors_at,
-    group_or_samples,
-    name_of,
-    objects,
-)
+from dualkv.data.files import Source, errors_at, name_of, objects
+from dualkv.data.forms import ByteTokenizer, Group, Message, Tokenizer, group_or_samples
 from dualkv.data.pretrained import PACKAGED, pretrained
 
 
@@ -128,7 +119,7 @@ def read_rollouts(path: Source, tokenizer: Tokenizer, vocab_size: int | None, re
     has all token ids of a rollout, prompt included. Its mask has a 0 or 1 for each token, 1 for tokens that the policy
     wrote. The prompt is the prefix that all sequences of the line share, up to the first token that counts.
 
-    One rollout is any form of :func:`dualkv.data.files.samples`. Rollouts whose tokens are equal up to the first one
+    One rollout is any form of :func:`dualkv.data.forms.samples`. Rollouts whose tokens are equal up to the first one
     that counts are a group, wherever they are in the file.
 
     Other keys and blank lines are skipped.

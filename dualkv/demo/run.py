@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from dualkv.data.files import File, group_or_samples, load
+from dualkv.data.files import File, load
+from dualkv.data.forms import group_or_samples
 from dualkv.data.pretrained import pretrained
 from dualkv.data.rollouts import draw_rollouts, load_tokenizer, read_rollouts
 from dualkv.demo.settings import DemoSettings
