@@ -15,24 +15,15 @@ from dualkv.data.files import Source
 
 
 def chosen(
-    texts: Sequence[str] | None,
-    group: tuple[int | None, int | None, int | None],
-    rollouts: Source | None,
-    tokenizer: str | None,
-    budget: int | None,
+    texts: Sequence[str] | None, rollouts: Source | None, tokenizer: str | None, budget: int | None
 ) -> list[Workload]:
-    """The workloads asked for by name or lengths, as one group (P, N, R) and from a file.
+    """The workloads asked for by name or lengths, and from a file.
 
     Raises:
-        ValueError: what is no workload, a group given in part, options of a file without one.
+        ValueError: what is no workload, options of a file without one.
         OSError: a file that cannot be read.
     """
     found = [parse(text) for text in texts or ()]
-    if any(number is not None for number in group):
-        if None in group:
-            raise ValueError("--prompt-len, --responses and --response-len describe one group together: give all three")
-        prompt_len, responses, response_len = group
-        found.append(parse(f"{prompt_len}:{responses}x{response_len}"))
     if rollouts is not None:
         found += of_rollouts(rollouts, tokenizer, budget)
     elif tokenizer is not None or budget is not None:

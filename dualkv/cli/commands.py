@@ -19,7 +19,7 @@ from rich.text import Text
 import dualkv
 from codegen import KernelError, packages
 from codegen.select import NAMES
-from dualkv.cli.output import check_folder, check_plot, console_of, tracked, write_json
+from dualkv.cli.output import console_of, tracked, write_json
 from dualkv.data import files, forms
 from dualkv.demo.settings import ON_CUDA, DemoSettings
 
@@ -275,9 +275,6 @@ def bench(
             help="A name (--list), or lengths: '8192:32x2048', '700:130,911;40:5'. Default: the first.",
         ),
     ] = None,
-    prompt_len: Annotated[int | None, typer.Option(help="One group: tokens of its prompt.")] = None,
-    responses: Annotated[int | None, typer.Option(help="One group: its responses.")] = None,
-    response_len: Annotated[int | None, typer.Option(help="One group: tokens of each response.")] = None,
     rollouts: Annotated[
         Path | None, typer.Option(help="The groups of such a file as `dualkv demo --rollouts` reads.")
     ] = None,
@@ -300,24 +297,18 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="Turns of every side.")] = 3,
     time_limit: Annotated[float | None, typer.Option(min=1, help="Seconds after which nothing new is begun.")] = None,
     json_to: JsonOption = None,
-    markdown: Annotated[Path | None, typer.Option(metavar="FILE.md", help="Write the tables as Markdown.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw TFLOP/s.")] = None,
     listing: Annotated[bool, typer.Option("--list", help="Print the workloads and their work, run nothing.")] = False,
     debug: DebugOption = False,
 ) -> None:
-    """This GPU's attention against its peers, forward and backward: a table, JSON, Markdown, a plot."""
+    """This GPU's attention against its peers, forward and backward, as a table and JSON."""
     console = console_of(json_to)
-    if plot is not None:
-        check_plot(plot)
-    if markdown is not None:
-        check_folder(markdown)
     file = None
     if rollouts is not None:
         file = files.load(rollouts, partial(forms.group_or_samples, rewards=False))
     from dualkv.bench import command, run, show
     from dualkv.bench.workloads import NAMED
 
-    groups = command.chosen(workload, (prompt_len, responses, response_len), file, tokenizer, budget)
+    groups = command.chosen(workload, file, tokenizer, budget)
     groups = groups or list(NAMED.values())[: None if listing else 1]
     shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "head_dim_v": head_dim_v, "dtype": dtype}
     workloads = [w.with_shape(**shape) for w in groups]
@@ -334,11 +325,6 @@ def bench(
                 write_json(report, json_to)  # after each result: what is done is not lost with what fails
     if json_to == "-":
         write_json(report, json_to)
-    if markdown is not None:
-        markdown.write_text(show.markdown(report), encoding="utf-8")
-    if plot is not None:
-        show.plot(report, plot)
-        console.print(f"plot: {plot}")
     for sentence in command.failures(report):
         print(f"dualkv: {sentence}", file=sys.stderr)
 
