@@ -5,7 +5,7 @@ back for a while (*sustained*) before the next; the median over rounds counts. A
 is not counted: the first one then follows another side's turn, as all others do, not a pause. *Cold* is single calls
 after a pause.
 TFLOP/s and GB/s are counted on deduplicated work (:meth:`Workload.flops`, :meth:`Workload.bytes`), the prompt once,
-whatever a side repeats. Where rows see some keys only, a result has what our kernels execute over what is visible.
+whatever a side repeats.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ import torch
 
 from codegen import packages, toolchain
 from dualkv.bench import inputs, sides
-from dualkv.bench.executed import executed_over_useful
 from dualkv.bench.inputs import Side
 from dualkv.bench.sides import of_direction
 from dualkv.bench.timing import PART_CALLS, Clock, Meter, TimeUp, cold_ms, host_us, sustained
@@ -167,7 +166,6 @@ def bench(
         "direction": direction,
         "flops": flops,
         "bytes": moved,
-        "executed": executed_over_useful(workload, direction),
         "reference": REFERENCE,
         "sides": figures,
     }

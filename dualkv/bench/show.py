@@ -29,8 +29,6 @@ def _title(result: dict[str, Any]) -> str:
     dims = "/".join(str(w[name]) for name in ("head_dim", "head_dim_v") if name in w)
     heads = f"H={w['heads']} Hk={w['kv_heads']} D={dims} {w['dtype']}"
     work = f"{w['tokens']} tokens, {result['flops'] / 1e12:.2f} TFLOP"
-    if result["executed"]:
-        work += f", executed {result['executed']:.2f} times"
     return f"{w['name']}, {DIRECTIONS[result['direction']]}: {heads}, {work}"
 
 

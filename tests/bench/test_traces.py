@@ -190,7 +190,7 @@ def test_a_narrow_terminal_shows_every_figure():
     workload = {"name": "x", "heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bf16", "tokens": 16}
     side = {key: 12345.678 for _, key, _ in show.COLUMNS} | {"parts": {"merge": {"in_total": False, "cold_ms": 9876.5}}}
     sides = {"torch-flash-replicated": side}
-    result = {"workload": workload, "flops": 1e12, "executed": None, "direction": "fwd", "sides": sides}
+    result = {"workload": workload, "flops": 1e12, "direction": "fwd", "sides": sides}
     for table in (trees.table([found]), command.listing([parse("n8-p4096-r1024-d192v128-h128")]), show.table(result)):
         console.print(table)
     assert "…" not in console.file.getvalue()
