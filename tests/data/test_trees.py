@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import dualkv
 from dualkv import Layout, pack, pack_sequences, plan_sequences
-from dualkv.data.packing import IGNORED
+from dualkv.data.rows import IGNORED
 from dualkv.data.trees import PackedSequences, tree_rows, tree_tokens
 from dualkv.prefixes import shared_prefixes
 from dualkv.segments import Segments
@@ -276,7 +276,7 @@ def test_one_label_a_row(sequences, min_shared, random):
     gathered = pack_sequences(sequences, masks, min_shared=min_shared)
     more = batch.layout.num_tokens - gathered.layout.num_tokens
     assert 0 <= more < len(sequences)
-    with pytest.raises(ValueError, match=r"labels needs sequences packed with labels='roll', these have labels='gath"):
+    with pytest.raises(ValueError, match=r"labels needs a batch packed with labels='roll', this one has labels='gath"):
         gathered.labels  # noqa: B018
     assert batch.to("meta").label_style == "roll"
 
