@@ -305,27 +305,29 @@ def bench(
     file = None
     if rollouts is not None:
         file = files.load(rollouts, partial(forms.group_or_samples, rewards=False))
-    from dualkv.bench import command, run, show
-    from dualkv.bench.workloads import NAMED
+    import torch
 
-    groups = command.chosen(workload, file, tokenizer, budget)
-    groups = groups or list(NAMED.values())[: None if listing else 1]
+    from dualkv.bench import run, show, sides, workloads
+
+    groups = workloads.chosen(workload, file, tokenizer, budget)
+    groups = groups or list(workloads.NAMED.values())[: None if listing else 1]
     shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "head_dim_v": head_dim_v, "dtype": dtype}
-    workloads = [w.with_shape(**shape) for w in groups]
-    directions, sides = command.directions(direction), command.sides(side)
+    asked = [w.with_shape(**shape) for w in groups]
+    directions, names = workloads.directions(direction), sides.chosen(side)
     if listing:
-        console.print(command.listing(workloads))
+        console.print(show.listing(asked))
         return
-    command.check_gpu()
+    if not torch.cuda.is_available():
+        raise ValueError("dualkv bench measures on a CUDA GPU and PyTorch sees none here (--list works without one)")
     report: dict[str, Any] = {}
     with tracked(Console(stderr=True)) as track:
-        for report in run.report(workloads, directions, sides, seconds, rounds, time_limit, track):
+        for report in run.report(asked, directions, names, seconds, rounds, time_limit, track):
             console.print(show.table(report["results"][-1]))
             if json_to != "-":
                 write_json(report, json_to)  # after each result: what is done is not lost with what fails
     if json_to == "-":
         write_json(report, json_to)
-    for sentence in command.failures(report):
+    for sentence in show.failures(report):
         print(f"dualkv: {sentence}", file=sys.stderr)
 
 

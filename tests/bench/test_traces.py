@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 import dualkv
-from dualkv.bench import command, show, traces, trees
+from dualkv.bench import show, traces, trees
 from dualkv.bench.traces import FIGURES, KINDS, Trace, draw
 from dualkv.bench.workloads import parse
 from dualkv.data.rollouts import ByteTokenizer
@@ -191,7 +191,7 @@ def test_a_narrow_terminal_shows_every_figure():
     side = {key: 12345.678 for _, key, _ in show.COLUMNS} | {"parts": {"merge": {"in_total": False, "cold_ms": 9876.5}}}
     sides = {"torch-flash-replicated": side}
     result = {"workload": workload, "flops": 1e12, "direction": "fwd", "sides": sides}
-    for table in (trees.table([found]), command.listing([parse("n8-p4096-r1024-d192v128-h128")]), show.table(result)):
+    for table in (trees.table([found]), show.listing([parse("n8-p4096-r1024-d192v128-h128")]), show.table(result)):
         console.print(table)
     assert "…" not in console.file.getvalue()
 

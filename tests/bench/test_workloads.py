@@ -121,8 +121,6 @@ def test_what_peers_are_given_is_the_visibility_rule(features):
     q, k = rows[:, None], rows[None]
     visible = (k <= q) & (q < visible_end[k]) & (position[k] >= lowest[q])
     assert visible.sum() == workload.visible_pairs()
-    assert workload.bytes("bwd") == 4 * 80 * 3 * 8 * 2 + 80 * 2 * 4  # 80 rows, 2 + 1 heads of 8, bf16; lse in fp32
-    assert workload.bytes("both") == workload.bytes("fwd") + workload.bytes("bwd")
 
     copied = np.zeros_like(visible, int)
     for queries, keys in made.copied():
