@@ -76,21 +76,10 @@ def prefixes_of(layout: Layout) -> SharedPrefixes:
 
 # ---------------------------------------------------------------- a file
 def read(path: Source, tokenizer: Tokenizer, min_shared: int = 1, compare_texts: bool = False) -> Found:
-    """The rollouts of a file (:func:`dualkv.data.files.objects`), a group or a rollout a line. Groups have three forms:
-
-        {"sequences": [[5, 6, 7, ...], ...], "loss_masks": [[0, 0, 1, ...], ...]}
-        {"prompt": ..., "responses": [...]}
-        {"lengths": [900, 40, 70, ...], "parent": [-1, 0, 0, ...]}
-
-    Sequences are token ids, from the prompt's first token to the rollout's last; their masks may be left out. A prompt
-    and responses (or "completions") are token ids or text. `lengths` are the token counts of a tree's segments in
-    depth-first order, and `parent` the segment that each one continues, -1 for a prompt. Single rollouts have the forms
-    of :func:`dualkv.data.forms.samples`. Lines of token ids share prefixes with each other. Other keys and blank lines
-    are skipped.
+    """The rollouts of a file (:func:`dualkv.data.files.objects`), in the forms of :func:`dualkv.data.forms.samples`; or
+    trees of :func:`dualkv.data.forms.segments`. Lines of token ids share prefixes with each other.
 
     Args:
-        path: the file, UTF-8, or what :func:`dualkv.data.files.load` has read.
-        tokenizer: for text and messages.
         min_shared: as for :func:`dualkv.pack_sequences`.
         compare_texts: decode tokens, to say whether those that differ stand for equal text.
 
@@ -196,7 +185,6 @@ def row_costs(model: str) -> RowCosts:
 @dataclass(frozen=True)
 class Summary:
     """Attributes:
-    name: of the file or trace.
     sequences: their number. tokens: of all of them. packed_tokens: each shared token once.
     share_ratio: tokens over packed_tokens.
     depth: levels of the deepest tree. segments: their number; shortest, median, longest: tokens of them.

@@ -313,11 +313,8 @@ def of_layout(name: str, layout: Layout) -> Workload:
 def of_rollouts(path: Source, tokenizer: str | None = None, budget: int | None = None) -> list[Workload]:
     """The groups of a rollouts file: one workload, or one for each micro-batch of at most `budget` packed tokens.
 
-    Args:
-        path: JSON lines, as `dualkv demo --rollouts` reads them; only lengths count here. The
-            name says so where these are bytes of text that no tokenizer has encoded.
-        tokenizer: local folder of a Hugging Face tokenizer for prompts and responses given as text; None: bytes.
-        budget: a group beyond it is split and repeats its prompt.
+    Only lengths count here. The name says where these are bytes of text that no tokenizer has encoded. A group beyond
+    the budget is split and repeats its prompt.
 
     Raises:
         ValueError: a file that is no such rollouts, a budget below a prompt with one of its responses.

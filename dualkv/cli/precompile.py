@@ -260,13 +260,11 @@ def precompile(
     wheel: Path | None = None,
     track: Track = untracked,
 ) -> Result:
-    """Compile what `folder` lacks of `specs` and write its manifest.json; a second call compiles nothing.
+    """Compile what `folder` lacks of `specs`, `jobs` at a time, and write its manifest.json.
 
     Args:
-        jobs: compiles at a time, each a process.
         code: of codegen.precompiled.CODE, written to `folder/code` for reading.
         wheel: a folder to write a wheel of these kernels to.
-        track: shows progress; see `dualkv.cli.output.tracked`.
 
     Raises:
         ValueError: fewer jobs than 1.
