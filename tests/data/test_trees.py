@@ -382,26 +382,6 @@ def test_policy_losses_are_those_of_the_rollouts_alone(algorithm, prompt_only):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_micro_batches_of_trees_add_up():
-    torch.manual_seed(2)
-    sequences = [[1, 2, *a, *b] for a in ([3], [4, 4]) for b in ([5], [6, 7], [8])]
-    embedding, head = (torch.randn(10, 32, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    weights = [torch.randn(len(s) - 1, dtype=torch.float64) for s in sequences]
-
-    def gradients(plan):
-        loss = torch.zeros((), dtype=torch.float64)
-        for run in plan:
-            batch = pack_sequences([sequences[i] for i in run])
-            rows = batch.unpack(packed_logps(embedding, head, batch))
-            loss = loss + sum((weights[i] * row).sum() for i, row in zip(run, rows, strict=True))
-        return torch.autograd.grad(loss, (embedding, head))
-
-    plan = plan_sequences(sequences, 7)
-    assert len(plan) > 2
-    for a, b in zip(gradients(plan), gradients([range(6)]), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("labels", ["gather", "roll"])
 def test_a_packed_batch_with_masks_of_its_responses(labels):
     prompts, responses = [[1, 2], [3], [1, 2], [3]], [[4, 5, 6], [7], [], [8, 8]]
