@@ -22,11 +22,7 @@ MESSAGES = ("messages", "messages_and_choices", "history", "trajectory")  # keys
 SYSTEM = ("system", "system_prompt")  # keys of text before a conversation, which other tools read
 ANSWERS = ("responses", "completions", "response", "completion", "output", "choices")
 # A line has one key of each row: the others would be left out.
-ONE_OF = (
-    ("sequences", "lengths", "prompt"),
-    ("prompt", "input"),
-    ("responses", "completions", "completion", "output"),
-)
+ONE_OF = ("sequences", "prompt"), ("prompt", "input"), ("responses", "completions"), ("completion", "output")
 FORMS = (
     "'sequences', 'prompt' with 'responses', 'completions' or 'completion', 'prompt_ids', 'input_ids', 'input' and"
     f" 'output', {', '.join(map(repr, MESSAGES))}, 'trajectories' or 'traces'"
@@ -122,7 +118,7 @@ def samples(data: dict[str, Any], tokenizer: Tokenizer, vocab_size: int | None =
         traces = _list(data, "traces") if data["traces"] else []  # none of an episode that failed
         trained = [x for x in traces if x.get("nodes") and _inner(x, "agent").get("trainable", True)]
         return [s for each in trained for s in _trace(each, tokenizer, vocab_size)]
-    _refuse_two_forms(data)
+    _refuse_two_of(data, *ONE_OF)
     if "sequences" in data:
         return _whole_sequences(data, tokenizer, vocab_size)
     of = next((key for key in ("responses", "completions") if key in data), None)
@@ -373,9 +369,9 @@ def _zeros_and_ones(name: str, mask: Any, tokens: int) -> list[int]:
     return [int(m) for m in mask]
 
 
-def _refuse_two_forms(data: dict[str, Any]) -> None:
-    """Raise ValueError for keys of which only one would be read."""
-    for row in ONE_OF:
+def _refuse_two_of(data: dict[str, Any], *rows: tuple[str, ...]) -> None:
+    """Raise ValueError for keys of a row of which only one would be read."""
+    for row in rows:
         given = [key for key in row if data.get(key) is not None]
         if len(given) > 1:
             raise ValueError(f"{given[0]!r} and {given[1]!r} are both given, expected one of them")
@@ -488,7 +484,7 @@ def segments(data: dict[str, Any]) -> tuple[list[int], list[int]]:
     Raises:
         ValueError: no such lists; the message names the key.
     """
-    _refuse_two_forms(data)
+    _refuse_two_of(data, ("lengths", "sequences", "prompt"))
     if "parent" not in data:
         raise ValueError(f"'parent' is missing, found {sorted(data)}")
     for name in ("lengths", "parent"):

@@ -78,11 +78,6 @@ class PackedRows:
         return replace(cast(Any, self), input_ids=input_ids, layout=layout, media=media)
 
 
-def _check_tensor(values: object) -> None:
-    if not isinstance(values, torch.Tensor):
-        raise TypeError(f"values must be a tensor, got a {type(values).__name__}")
-
-
 def forgotten_layout(input_ids: Any) -> Layout | None:
     """The layout of a packed batch's `input_ids`, if causal attention over all rows would compute something else,
     unless :meth:`Layout.mark_used` has said that attention runs elsewhere."""
@@ -108,14 +103,12 @@ def _is_one_sequence(layout: Layout) -> bool:
 
 
 def check_unpacked(values: torch.Tensor, count: int, of: str, form: Form, layout: Layout) -> None:
-    """Raise ValueError if there are not `count` values, for an unknown form, and for values with gradients of a layout
-    that no attention has used; TypeError for no tensor."""
-    _check_tensor(values)
+    """Raise ValueError if there are not `count` values, or for an unknown form; and as :func:`_check_values`."""
+    _check_values(values, layout)
     if values.dim() == 0 or values.shape[0] != count:
         raise ValueError(f"values has shape {tuple(values.shape)}, expected [{count}, ...]: one value for each {of}")
     if form not in get_args(Form):
         raise ValueError(f"form is {form!r}, expected 'list', 'padded' or 'nested'")
-    _check_made(values, layout)
 
 
 def check_used(layout: Layout, subject: str, argument: str = "dualkv=batch.layout") -> None:
@@ -134,17 +127,18 @@ def check_used(layout: Layout, subject: str, argument: str = "dualkv=batch.layou
         )
 
 
-def _check_made(values: torch.Tensor, layout: Layout) -> None:
+def _check_values(values: object, layout: Layout) -> None:
+    """Raise TypeError for no tensor; ValueError for values with gradients of a layout that no attention has used."""
+    if not isinstance(values, torch.Tensor):
+        raise TypeError(f"values must be a tensor, got a {type(values).__name__}")
     if values.requires_grad:  # others may be targets, masks or advantages, which are unpacked before a forward
         check_used(layout, "values require a gradient and are")
 
 
 def of_packed_rows(values: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """values [T, ...] or [1, T, ...] -> [T, ...]; raises ValueError for other shapes, and for values with gradients of
-    a layout that no attention has used; TypeError for no tensor."""
-    _check_tensor(values)
+    """values [T, ...] or [1, T, ...] -> [T, ...]; raises ValueError for other shapes, and as :func:`_check_values`."""
+    _check_values(values, layout)
     total = layout.num_tokens
-    _check_made(values, layout)
     if values.dim() > 1 and values.shape[:2] == (1, total):
         return values[0]
     if values.dim() == 0 or values.shape[0] != total:

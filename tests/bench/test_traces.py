@@ -118,6 +118,7 @@ def test_a_file_of_rollouts(run, tmp_path):
     [
         ('{"prompt": [4294967296], "responses": [[1]]}', r"prompt\[0\] is token 4294967296, expected .* to 4294967295"),
         ('{"lengths": [4, 5]}', "'parent' is missing"),
+        ('{"lengths": [4], "parent": [-1], "prompt": [4]}', "'lengths' and 'prompt' are both given"),
         ('{"lengths": [4, 0], "parent": [-1, 0]}', "'lengths' has 0"),
         ('{"lengths": [4, 2.5], "parent": [-1, 0]}', "'lengths' must be a list of integers"),
         ('{"lengths": [4, 5, 6], "parent": [-1, 2, 0]}', r"parent\[1\] is 2"),
