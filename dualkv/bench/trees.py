@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 from rich.table import Table
 
 from dualkv.bench.show import folded
-from dualkv.bench.traces import FIGURES, KINDS, Trace, parse
+from dualkv.bench.traces import FIGURES, KINDS, Trace
 from dualkv.data import breaks
 from dualkv.data.files import Source, errors_at, name_of, objects
 from dualkv.data.forms import Tokenizer, samples, segments
@@ -48,21 +47,6 @@ class Found:
 
 
 ALL = [f"trace-{kind}-0" for kind in KINDS]
-
-
-def drawn(names: Sequence[str]) -> list[Found]:
-    """Traces by name.
-
-    Raises:
-        ValueError: a name of none, and as :func:`dualkv.bench.traces.draw`.
-    """
-    found = []
-    for name in names:
-        trace = parse(name)
-        if trace is None:
-            raise ValueError(f"--trace is {name!r}, expected trace-KIND-SEED with a kind of {', '.join(KINDS)}")
-        found.append(Found.of_trace(trace))
-    return found
 
 
 def prefixes_of(layout: Layout) -> SharedPrefixes:

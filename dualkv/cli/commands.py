@@ -368,6 +368,7 @@ def trees(
     console = console_of(json_to)
     given = [files.load(path, forms.samples_or_segments) for path in rollouts or ()]
     from dualkv.arrays import check_gib
+    from dualkv.bench import traces
     from dualkv.bench import trees as saved
     from dualkv.data.rollouts import load_tokenizer
 
@@ -384,7 +385,8 @@ def trees(
     found = [saved.read(file, load_tokenizer(tokenizer), min_shared, texts) for file in given]
     if len({one.name for one in found}) < len(found):  # of several folders
         found = [dataclasses.replace(one, name=file.name) for one, file in zip(found, given, strict=True)]
-    found += saved.drawn(trace or ([] if given else saved.ALL))
+    drawn = trace or ([] if given else saved.ALL)
+    found += [saved.Found.of_trace(traces.named(name, "--trace")) for name in drawn]
     summaries = [saved.Summary.of(one, model, memory) for one in found]
     console.print(saved.table(summaries))
     for summary in summaries:

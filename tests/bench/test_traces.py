@@ -1,4 +1,4 @@
-"""Traces of agents: the trees that they are drawn as, exact against their sequences one by one, and what they print."""
+"""Traces of agents: the trees that they are drawn as, and what they print."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_bad_traces(text, says):
     with pytest.raises(ValueError, match=r"'nothing'.*grpo"):
         draw("nothing")
     with pytest.raises(ValueError, match=r"trace-tau2-0-t1\.2\.3.*expected trace-KIND-SEED"):
-        trees.drawn(["trace-tau2-0-t1.2.3"])
+        traces.named("trace-tau2-0-t1.2.3")
 
 
 LINES = [
@@ -154,7 +154,7 @@ def test_the_command_prints_traces_and_sources(run):
 
 def test_a_narrow_terminal_shows_every_figure():
     console = Console(width=80, file=io.StringIO())
-    found = trees.Summary.of(trees.drawn([SMALL["swe-dropped"]])[0], "qwen3-8b")
+    found = trees.Summary.of(trees.Found.of_trace(small("swe-dropped")), "qwen3-8b")
     workload = {"name": "x", "heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bf16", "tokens": 16}
     side = {key: 12345.678 for _, key, _ in show.COLUMNS} | {"parts": {"merge": {"in_total": False, "cold_ms": 9876.5}}}
     sides = {"torch-flash-replicated": side}
