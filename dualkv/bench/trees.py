@@ -113,6 +113,16 @@ def _joined(parts: list[SharedPrefixes]) -> SharedPrefixes:
 
 
 # ---------------------------------------------------------------- what packing saves
+def _sizes(model: str) -> tuple[int, ...]:
+    """The hidden size, heads, KV heads, head dim and layers of a model, and the MLP's width that a row meets."""
+    c = CONFIGS[model]
+    hidden, heads, kv_heads, layers = (
+        c[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")
+    )
+    width = c.get("moe_intermediate_size", c["intermediate_size"]) * c.get("num_experts_per_tok", 1)
+    return hidden, heads, kv_heads, c.get("head_dim", hidden // heads), layers, width
+
+
 def flops(model: str, rows: int, pairs: int, head_rows: int) -> float:
     """Count the FLOP of a forward and a backward without recomputation: 6 for a weight and row (of a mixture of
     experts, the weights that a row is routed to), 12 for a pair, head and head dim.
@@ -125,12 +135,8 @@ def flops(model: str, rows: int, pairs: int, head_rows: int) -> float:
         rows: of the layers. head_rows: of the head.
         pairs: (query, key) pairs of a head.
     """
-    c = CONFIGS[model]
-    hidden, heads, kv_heads, layers = (
-        c[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")
-    )
-    head_dim = c.get("head_dim", hidden // heads)
-    mlp = 3 * hidden * c.get("moe_intermediate_size", c["intermediate_size"]) * c.get("num_experts_per_tok", 1)
+    c, (hidden, heads, kv_heads, head_dim, layers, width) = CONFIGS[model], _sizes(model)
+    mlp = 3 * hidden * width
     with_attention, of_attention, recurrent = layers, 2 * hidden * head_dim * (heads + kv_heads), 0
     if "full_attention_interval" in c:
         with_attention = layers // c["full_attention_interval"]
@@ -152,16 +158,11 @@ def row_costs(model: str) -> RowCosts:
 
     The factors were fitted to :func:`dualkv.measure_rows` of small Qwen3 models. Every layer counts as attention.
     """
-    c = CONFIGS[model]
-    hidden, heads, kv_heads, layers = (
-        c[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")
-    )
-    head_dim = c.get("head_dim", hidden // heads)
-    mlp = c.get("moe_intermediate_size", c["intermediate_size"]) * c.get("num_experts_per_tok", 1)
+    hidden, heads, kv_heads, head_dim, layers, width = _sizes(model)
     q, kv = heads * head_dim, kv_heads * head_dim
-    graph = 17 * hidden + 8 * mlp + 10 * (q + kv)
-    recomputed = 20 * hidden + 12 * mlp + 10.5 * (q + kv)
-    pairs = (2 * hidden * (q + kv) + 3 * hidden * mlp) / (2 * q)
+    graph = 17 * hidden + 8 * width + 10 * (q + kv)
+    recomputed = 20 * hidden + 12 * width + 10.5 * (q + kv)
+    pairs = (2 * hidden * (q + kv) + 3 * hidden * width) / (2 * q)
     of_layers = layers * graph, 2 * layers * hidden + recomputed
     return RowCosts(layers * 12 * kv, 12 * q + 8 * kv, *of_layers, pairs, kv_heads)
 

@@ -21,6 +21,7 @@ from dualkv.layout import Layout
 from dualkv.ops.features import Features, Window
 
 DTYPES = ("bf16", "fp16")
+ALL_IN_ONE = 2**62  # tokens of a micro-batch that no file exceeds
 # Products of a pair of a query and a key, by direction: over the head dim of q and k, over that of v.
 PRODUCTS = {"fwd": (1, 1), "bwd": (3, 2), "both": (4, 3)}
 DIRECTIONS = tuple(PRODUCTS)
@@ -301,7 +302,10 @@ def parse(text: str) -> Workload:
             lens += [int(length)] * int(times or 1)
         prompts.append(int(match[1]))
         responses.append(tuple(lens))
-    return _checked(Workload(text, tuple(prompts), tuple(responses)))
+    workload = Workload(text, tuple(prompts), tuple(responses))
+    if not workload.visible_pairs():
+        raise ValueError(f"workload {text!r} has no tokens, expected at least one")
+    return workload
 
 
 def of_layout(name: str, layout: Layout) -> Workload:
@@ -325,27 +329,15 @@ def of_rollouts(path: Source, tokenizer: str | None = None, budget: int | None =
     name = os.path.basename(name_of(path)) + " (bytes)" * getattr(encoder, "used", False)
     prompt_lens = [len(prompt) for prompt in rollouts.prompts]
     response_lens = [[len(response) for response in group] for group in rollouts.responses]
-    if budget is None:
-        return [_of_lengths(name, prompt_lens, response_lens)]
-    plans = plan_micro_batches(prompt_lens, response_lens, budget)
+    plans = plan_micro_batches(prompt_lens, response_lens, ALL_IN_ONE if budget is None else budget)
     return [
-        _of_lengths(
-            f"{name} {i}/{len(plans)}",
-            [prompt_lens[g] for g, _ in plan.parts],
-            [[response_lens[g][r] for r in some] for g, some in plan.parts],
+        Workload(
+            name if budget is None else f"{name} {i}/{len(plans)}",
+            tuple(prompt_lens[g] for g, _ in plan.parts),
+            tuple(tuple(response_lens[g][r] for r in some) for g, some in plan.parts),
         )
         for i, plan in enumerate(plans, start=1)
     ]
-
-
-def _of_lengths(name: str, prompt_lens: Sequence[int], response_lens: Sequence[Sequence[int]]) -> Workload:
-    return _checked(Workload(name, tuple(prompt_lens), tuple(tuple(group) for group in response_lens)))
-
-
-def _checked(workload: Workload) -> Workload:
-    if not workload.visible_pairs():
-        raise ValueError(f"workload {workload.name!r} has no tokens, expected at least one")
-    return workload
 
 
 def chosen(
