@@ -164,7 +164,7 @@ WINDOWED = {
 
 
 def results_of(made, direction, **features):
-    """What DualKV computes: the output, or the gradients."""
+    """Compute the output, or the gradients, as DualKV does."""
     leaves = [x.clone().requires_grad_() for x in (made.q, made.k, made.v)]
     out = dualkv.attention(*leaves, made.layout, **features)
     return (out.detach(),) if direction == "fwd" else torch.autograd.grad(out, leaves, made.dout)
