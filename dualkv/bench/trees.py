@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from rich.table import Table
@@ -85,7 +84,8 @@ def read(path: Source, tokenizer: Tokenizer, min_shared: int = 1, compare_texts:
                 trained = None
                 continue
             found = samples(data, tokenizer)
-        line = f"line {where.removeprefix(f'{name}:')}" if where.startswith(f"{name}:") else where.removeprefix(name)
+        place = where.removeprefix(name)  # in a folder, a file and its line
+        line = f"line {place[1:]}" if place.startswith(":") else place.lstrip(os.sep)
         lines += [f"{line}, sequence {i}" for i in range(len(found))]
         for tokens, mask, _ in found:
             sequences.append(tokens)
@@ -216,9 +216,6 @@ class Summary:
             int(tree.length.min()), float(np.median(tree.length)), int(tree.length.max()), model, before / after,
             gain.saved, gain.pays, str(gain), found.breaks, found.unit, plan,
         )  # fmt: skip
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def table(summaries: list[Summary]) -> Table:

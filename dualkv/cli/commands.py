@@ -393,7 +393,7 @@ def trees(
         counted = [forms.BYTES] * (summary.unit == "bytes")
         for sentence in (*counted, summary.verdict, *([summary.plan] if summary.plan else []), *summary.breaks):
             console.print(f"{summary.name}: {sentence}", soft_wrap=True)
-    write_json({"rollouts": [summary.as_dict() for summary in summaries]}, json_to)
+    write_json({"rollouts": [dataclasses.asdict(summary) for summary in summaries]}, json_to)
 
 
 @app.command()
@@ -451,9 +451,10 @@ def precompile(
         raise ValueError(f"--gqa is {gqa!r} without --head-dims, expected both: models have theirs")
     if tp is not None and not models:
         raise ValueError(f"--tp is {tp!r} without --models, expected both: --gqa is the ratio on a rank")
+    parts = spec.GRADIENTS if gradients == "all" else _commas(gradients)
     specs = kernels.requested(
         _commas(models), _numbers("tp", tp or "1"), _head_dims(head_dims), _numbers("gqa", gqa),
-        _commas(dtypes), _commas(directions), kernels.parts(_commas(gradients)), deterministic, trees,
+        _commas(dtypes), _commas(directions), parts, deterministic, trees,
         tuple(_commas(features)),
     )  # fmt: skip
     if everything and specs:

@@ -296,11 +296,6 @@ def check(folder: Path, specs: list[KernelSpec]) -> precompiled.Checked:
     return precompiled.check(folder, specs)
 
 
-def parts(gradients: list[str]) -> list[str]:
-    """All there are for "all"."""
-    return list(GRADIENTS) if gradients == ["all"] else gradients
-
-
 def usable_cpus() -> int:
     """Processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -83,5 +83,9 @@ def test_the_command_reports_breaks(run, tmp_path):
     code, out, err = run("trees", "--from", str(path))
     assert code == 0, err
     assert "line 2, sequence 0 and line 2, sequence 1 part at token 50: 1 and 2 tokens differ, 250 agree" in out
+    assert (
+        "rollouts.jsonl:2, sequence 0 and rollouts.jsonl:2, sequence 1 part"
+        in trees.read(tmp_path, ByteTokenizer()).breaks[0]
+    )
     compared = trees.read(path, ByteTokenizer(), compare_texts=True)
     assert "as where text was edited" in compared.breaks[0]
