@@ -89,7 +89,6 @@ _ALL = (
         "megatron-core", "megatron.core", "0.16.1", "models of megatron-core",
         "pip install 'dualkv[megatron]'", tried="0.19.2",
     ),
-    Package("matplotlib", "matplotlib", "3.10", "plots", "pip install 'dualkv[bench]'"),
     Package("nvidia-ml-py", "pynvml", "13", "energy in benchmarks", "pip install 'dualkv[bench]'"),
     Package("triton", "triton", None, "torch.compile and recurrent layers on a GPU", "pip install triton"),
     Package(

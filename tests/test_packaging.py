@@ -160,7 +160,6 @@ MODEL = (
     "dualkv: dualkv.integrations.transformers needs transformers 5.5.3 or newer "
     "(not installed: pip install 'dualkv[transformers]')"
 )
-PLOT = "dualkv: a plot needs matplotlib 3.10 or newer (not installed: pip install 'dualkv[bench]')"
 NEEDS = "dualkv: the command line needs {0} or newer (not installed: pip install '{1}')"
 
 
@@ -170,7 +169,6 @@ NEEDS = "dualkv: the command line needs {0} or newer (not installed: pip install
         ("rich", ["doctor"], NEEDS.format("rich 14", "rich>=14")),
         ("typer", ["doctor"], NEEDS.format("typer 0.20", "typer>=0.20")),
         ("transformers", ["demo"], MODEL),
-        ("matplotlib", ["bench", "--plot", "x.png"], PLOT),
     ],
 )
 def test_a_missing_package_is_one_sentence(names, words, says):

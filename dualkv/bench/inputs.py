@@ -50,6 +50,14 @@ class Inputs:
         self._rows: list[Rows] = [np.arange(a, b) for a, b in itertools.pairwise(offsets)]  # of each segment
         self._parent = self.layout.parent.numpy()
 
+    @cached_property
+    def _paths(self) -> list[Rows]:
+        """The rows of each segment behind all rows above it."""
+        paths: list[Rows] = []
+        for up, rows in zip(self._parent, self._rows, strict=True):
+            paths.append(rows if up < 0 else np.concatenate([paths[up], rows]))
+        return paths
+
     @property
     def groups(self) -> list[tuple[Rows, list[Rows]]]:
         """(rows of the prompt, rows of each response) of each group.
@@ -85,17 +93,13 @@ class Inputs:
     def copied(self) -> list[tuple[Rows, Rows]]:
         """(query rows, key rows) of sequences that together are the workload, causal from the last key on: each
         segment, or its part in a chunk, behind a copy of as much of its path as it sees."""
-        paths: list[Rows] = []
-        found = []
-        reach = self.workload.reach
-        for up, rows in zip(self._parent, self._rows, strict=True):
-            before = paths[up] if up >= 0 else rows[:0]
-            paths.append(np.concatenate([before, rows]))
-            position = np.arange(len(before), len(paths[-1]))
+        found, reach = [], self.workload.reach
+        for path, rows in zip(self._paths, self._rows, strict=True):
+            position = np.arange(len(path) - len(rows), len(path))
             lowest = reach.lowest(position) if reach else np.zeros_like(position)
             chunk = lowest if self.workload.chunk else np.zeros_like(lowest)
             for part in np.split(np.arange(len(rows)), np.flatnonzero(np.diff(chunk)) + 1) if len(rows) else ():
-                found.append((rows[part], paths[-1][lowest[part[0]] : position[part[-1]] + 1]))
+                found.append((rows[part], path[lowest[part[0]] : position[part[-1]] + 1]))
         return found
 
     def ranges(self) -> list[tuple[int, int, int, int, bool]]:
@@ -112,11 +116,8 @@ class Inputs:
 
     def replicated(self) -> list[Rows]:
         """The rows of each full sequence: all segments from the prompt to a leaf."""
-        paths: list[Rows] = []
-        for up, rows in zip(self._parent, self._rows, strict=True):
-            paths.append(rows if up < 0 else np.concatenate([paths[up], rows]))
         continued = set(self._parent.tolist())
-        return [path for s, path in enumerate(paths) if s not in continued]
+        return [path for s, path in enumerate(self._paths) if s not in continued]
 
     def dout_of(self, rows: torch.Tensor) -> torch.Tensor:
         """dout of `rows`. A row that occurs n times has an nth of its dout each time, so that gradients add up to the

@@ -4,8 +4,7 @@ All sides run in one process, in turns. Power, not the clock rate, limits an H20
 back for a while (*sustained*) before the next; the median over rounds counts. A turn of the last side goes before and
 is not counted: the first one then follows another side's turn, as all others do, not a pause. *Cold* is single calls
 after a pause.
-TFLOP/s and GB/s are counted on deduplicated work (:meth:`Workload.flops`, :meth:`Workload.bytes`), the prompt once,
-whatever a side repeats. Where rows see some keys only, a result has what our kernels execute over what is visible.
+TFLOP/s are counted on deduplicated work (:meth:`Workload.flops`), the prompt once, whatever a side repeats.
 """
 
 from __future__ import annotations
@@ -31,10 +30,9 @@ import torch
 
 from codegen import packages, toolchain
 from dualkv.bench import inputs, sides
-from dualkv.bench.executed import executed_over_useful
 from dualkv.bench.inputs import Side
 from dualkv.bench.sides import of_direction
-from dualkv.bench.timing import PART_CALLS, Clock, Meter, TimeUp, cold_ms, host_us, sustained
+from dualkv.bench.timing import PART_CALLS, Clock, Meter, TimeUp, cold_ms, sustained
 from dualkv.bench.workloads import Workload
 from dualkv.progress import Track, untracked
 
@@ -78,15 +76,14 @@ def run_checked(side: Side, reference: tuple[torch.Tensor, ...] | None) -> float
     return apart
 
 
-def summary(cold: float, host: float, rounds: list[dict[str, Any]], flops: int, moved: int) -> dict[str, Any]:
-    """The figures of one side: medians over rounds; of `flops` and of `moved` bytes."""
-    figures: dict[str, Any] = {"cold_ms": cold, "cold_tflops": flops / cold / 1e9, "host_us": host, "rounds": rounds}
+def summary(cold: float, rounds: list[dict[str, Any]], flops: int) -> dict[str, Any]:
+    """The figures of one side: medians over rounds."""
+    figures: dict[str, Any] = {"cold_ms": cold, "cold_tflops": flops / cold / 1e9, "rounds": rounds}
     if rounds:
         names = dict.fromkeys(name for r in rounds for name in r if name != "calls")
         middle = {name: statistics.median(r[name] for r in rounds if name in r) for name in names}
         figures |= {"sustained_ms": middle.pop("ms"), **middle}
         figures["sustained_tflops"] = flops / figures["sustained_ms"] / 1e9
-        figures["sustained_gbs"] = moved / figures["sustained_ms"] / 1e6
     return figures
 
 
@@ -100,7 +97,6 @@ def bench(
     ready: dict[str, Side] = {}
     figures: dict[str, dict[str, Any]] = {name: {} for name in names}
     cold: dict[str, float] = {}
-    host: dict[str, float] = {}
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     made = inputs.Inputs(workload)
     reference: tuple[torch.Tensor, ...] | None = None
@@ -133,7 +129,6 @@ def bench(
         def single(name: str = name) -> None:
             side = ready[name]
             cold[name] = cold_ms(side.call)
-            host[name] = host_us(side.call, cold[name])
             figures[name]["parts"] = {
                 part: {"cold_ms": cold_ms(call, PART_CALLS, pause=0.0), "in_total": part not in side.extra}
                 for part, call in side.parts.items()
@@ -152,10 +147,10 @@ def bench(
 
         attempt(name, turn)
 
-    flops, moved = workload.flops(direction), workload.bytes(direction)
+    flops = workload.flops(direction)
     for name in names:
         if name in cold:
-            figures[name] |= summary(cold[name], host[name], measured[name], flops, moved)
+            figures[name] |= summary(cold[name], measured[name], flops)
     theirs = figures.get(REFERENCE, {}).get("sustained_ms")
     for mine in figures.values():
         if theirs and "sustained_ms" in mine:
@@ -166,8 +161,6 @@ def bench(
         "workload": {name: value for name, value in asdict(workload).items() if value not in (None, False)} | shape,
         "direction": direction,
         "flops": flops,
-        "bytes": moved,
-        "executed": executed_over_useful(workload, direction),
         "reference": REFERENCE,
         "sides": figures,
     }

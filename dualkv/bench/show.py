@@ -1,34 +1,26 @@
-"""The output of `dualkv bench` for a report: tables for the terminal, Markdown, a plot."""
+"""The tables of `dualkv bench`, and tables in Markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.table import Column, Table
 
 from dualkv.bench.run import REFERENCE
-from dualkv.bench.sides import SIDES
+from dualkv.bench.workloads import Workload
 
 COLUMNS = (
     ("ms", "sustained_ms", ".3f"),
     ("TFLOP/s", "sustained_tflops", ".0f"),
-    ("GB/s", "sustained_gbs", ".0f"),
     (f"vs {REFERENCE}", "speed_against_reference", ".3f"),
     ("cold ms", "cold_ms", ".3f"),
     ("cold TFLOP/s", "cold_tflops", ".0f"),
     ("J a call", "joules", ".2f"),
     ("MHz", "sm_clock_mhz", ".0f"),
     ("W", "power_w", ".0f"),
-    ("host µs", "host_us", ".0f"),
 )
 DIRECTIONS = {"fwd": "forward", "bwd": "backward", "both": "forward and backward"}
-# of all sides
-COLORS = (
-    "#1f6feb", "#79b8ff", "#d97706", "#f2b66d", "#2da44e", "#a371f7", "#b4d455", "#76b900", "#cf222e", "#0a3069",
-    "#bf3989", "#57606a", "#c3c7cc",
-)  # fmt: skip
 
 
 def _title(result: dict[str, Any]) -> str:
@@ -36,8 +28,6 @@ def _title(result: dict[str, Any]) -> str:
     dims = "/".join(str(w[name]) for name in ("head_dim", "head_dim_v") if name in w)
     heads = f"H={w['heads']} Hk={w['kv_heads']} D={dims} {w['dtype']}"
     work = f"{w['tokens']} tokens, {result['flops'] / 1e12:.2f} TFLOP"
-    if result["executed"]:
-        work += f", executed {result['executed']:.2f} times"
     return f"{w['name']}, {DIRECTIONS[result['direction']]}: {heads}, {work}"
 
 
@@ -67,60 +57,33 @@ def table(result: dict[str, Any]) -> Table:
     return shown
 
 
+def listing(workloads: Sequence[Workload]) -> Table:
+    name = Column("workload", no_wrap=True)  # to be copied behind -w
+    shown = Table(name, *folded("heads", "tokens", "dedup", "forward TFLOP", "backward TFLOP"))
+    for w in workloads:
+        layout, dims = w.layout(), "/".join(map(str, dict.fromkeys(w.head_dims)))
+        kind = f"{w.heads}/{w.kv_heads} x {dims} {w.dtype}"
+        work = (f"{w.flops(direction) / 1e12:.3g}" for direction in ("fwd", "bwd"))
+        shown.add_row(w.name, kind, str(layout.num_tokens), f"{layout.dedup_ratio:.2f}", *work)
+    return shown
+
+
+def failures(report: dict[str, Any]) -> list[str]:
+    """A sentence for each side that was not measured everywhere, and one for what the time limit left out."""
+    errors: dict[str, list[str]] = {}
+    for result in report["results"]:
+        for name, figures in result["sides"].items():
+            if "error" in figures:
+                errors.setdefault(name, []).append(figures["error"])
+    said = [f"{name} was not measured {len(whys)} times: {whys[0]}" for name, whys in errors.items()]
+    done, asked = len(report["results"]), report["asked"]
+    if done < asked:
+        said.append(
+            f"the time limit of {report['settings']['time_limit']:g} s left out {asked - done} of {asked} results"
+        )
+    return said
+
+
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def markdown(report: dict[str, Any]) -> str:
-    """A whole report: where it was made, then a table for each result."""
-    gpu, settings = report["gpu"], report["settings"]
-    limits = "".join(
-        f", {text.format(gpu[key])}"
-        for key, text in (("max_sm_clock_mhz", "{} MHz at most"), ("power_limit_w", "held to {:.0f} W"))
-        if key in gpu
-    )
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    lines = [
-        f"{gpu['name']}{limits}; {versions}; commit {report['commit']}, {report['date']}.",
-        f"Sustained: back to back for {settings['seconds']:g} s, in turns, median of {settings['rounds']} rounds.",
-    ]
-    head = ["side", *(column for column, _, _ in COLUMNS), "parts, cold ms (+: not in the total)"]
-    for result in report["results"]:
-        lines += ["", f"{_title(result)}", "", markdown_table(head, _rows(result))]
-    return "\n".join(lines) + "\n"
-
-
-def plot(report: dict[str, Any], path: str | Path) -> None:
-    """Sustained TFLOP/s on deduplicated work: a row of bars for each direction, a group of them for each workload.
-
-    Raises:
-        OSError: a file that cannot be written.
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    results = report["results"]
-    directions = [d for d in DIRECTIONS if any(r["direction"] == d for r in results)]
-    measured = {name for r in results for name, side in r["sides"].items() if "sustained_tflops" in side}
-    color = {name: color for name, color in zip(SIDES, COLORS, strict=True) if name in measured}
-    names = list(color)
-    workloads = list(dict.fromkeys(r["workload"]["name"] for r in results))
-    width = max(7.0, 1.5 + 0.22 * len(names) * len(workloads))
-    figure = Figure(figsize=(width, 1.2 + 2.3 * len(directions)), layout="constrained")
-    for axes, direction in zip(figure.subplots(len(directions), 1, squeeze=False)[:, 0], directions, strict=True):
-        of = {r["workload"]["name"]: r["sides"] for r in results if r["direction"] == direction}
-        for i, name in enumerate(names):
-            speeds = [of.get(w, {}).get(name, {}).get("sustained_tflops", 0.0) for w in workloads]
-            places = [x + (i - (len(names) - 1) / 2) * 0.8 / len(names) for x in range(len(workloads))]
-            bars = axes.bar(places, speeds, 0.8 / len(names), color=color[name])
-            axes.bar_label(bars, [f"{speed:.0f}" if speed else "" for speed in speeds], fontsize=7)
-        axes.set_ylabel(f"{DIRECTIONS[direction]}\nTFLOP/s")
-        axes.set_xticks(range(len(workloads)), workloads, rotation=20 if len(workloads) > 3 else 0, ha="center")
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"{report['gpu']['name']}, sustained, on deduplicated work", fontsize=10)
-    figure.legend(
-        handles=[Patch(color=color[name], label=name) for name in names],
-        loc="outside lower center", ncols=4, frameon=False, fontsize=8,
-    )  # fmt: skip
-    figure.savefig(path, dpi=150)

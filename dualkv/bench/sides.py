@@ -64,8 +64,8 @@ def _attended(
 def ours(inputs: Inputs, direction: str, deterministic: bool = False, backend: str | None = None) -> Side:
     """`dualkv.attention`, both directions under autograd; the backward alone as the op that autograd calls.
 
-    So a backward's launches are all that a user's call makes, and its host time is comparable with the peers', which
-    are called without autograd too: its engine runs them on another thread.
+    So a backward's launches are all that a user's call makes, and peers are called without autograd too, whose engine
+    runs on another thread.
 
     Raises:
         RuntimeError: this device has no kernel of ours.
@@ -294,3 +294,11 @@ BACKWARD_ONLY = {"dualkv-deterministic", "fa4-3-calls-deterministic"}  # a forwa
 def of_direction(names: Sequence[str], direction: str) -> list[str]:
     """Select the sides in `names` that are measured in a direction."""
     return [name for name in names if direction != "fwd" or name not in BACKWARD_ONLY]
+
+
+def chosen(names: Sequence[str] | None) -> list[str]:
+    """The sides asked for, all by default."""
+    for name in names or ():
+        if name not in SIDES:
+            raise ValueError(f"--side is {name!r}, expected one of {', '.join(SIDES)}")
+    return list(dict.fromkeys(names or SIDES))

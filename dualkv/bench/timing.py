@@ -1,4 +1,4 @@
-"""Measure one side: cold and sustained time, its use of the host, and energy, clock and power through NVML."""
+"""Measure one side: cold and sustained time, and energy, clock and power through NVML."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from codegen.packages import require
 
-COLD_CALLS, PART_CALLS, MIN_CALLS, HOST_CALLS, PAUSE = 10, 5, 5, 20, 0.2
+COLD_CALLS, PART_CALLS, MIN_CALLS, PAUSE = 10, 5, 5, 0.2
 FEW_CALLS, LONG_MS = 3, 300  # of single calls, where more would take longer than this together
 BATCH_MS, POLL = 50, 0.002  # calls queued at a time; seconds between two samples of NVML
 
@@ -101,18 +101,6 @@ def cold_ms(call: Callable[[], Any], calls: int = COLD_CALLS, pause: float = PAU
         end.synchronize()
         times.append(begin.elapsed_time(end))
     return statistics.median(times)
-
-
-def host_us(call: Callable[[], Any], expected_ms: float) -> float:
-    """Median time that a call holds the host, microseconds, of calls one after another (fewer where they are long)."""
-    times = []
-    torch.cuda.synchronize()
-    for _ in range(max(3, min(HOST_CALLS, round(200 / expected_ms)))):
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-    torch.cuda.synchronize()
-    return statistics.median(times) * 1e6
 
 
 def sustained(call: Callable[[], Any], expected_ms: float, seconds: float, meter: Meter) -> dict[str, Any]:

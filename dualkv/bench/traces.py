@@ -342,19 +342,24 @@ def parse(text: str) -> Trace | None:
     return draw(kind, int(seed), count, mean, 1.0 if scale is None else float(scale))
 
 
+def named(name: str, argument: str = "trace") -> Trace:
+    """The trace of a name, as :func:`parse`.
+
+    Raises:
+        ValueError: no trace has that name, and as :func:`draw`; the message begins with the argument's name.
+    """
+    trace = parse(name)
+    if trace is None:
+        raise ValueError(f"{argument} is {name!r}, expected trace-KIND-SEED with a kind of {', '.join(KINDS)}")
+    return trace
+
+
 def split(
     name: str, vocabulary: int
 ) -> list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
     """(prompt, response, mask of the response) of each sequence of a trace, with random tokens, as trainers take them:
-    a prompt ends where the policy first writes.
-
-    Raises:
-        ValueError: no trace has that name, and as :func:`draw`.
-    """
-    trace = parse(name)
-    if trace is None:
-        raise ValueError(f"trace is {name!r}, expected trace-KIND-SEED with a kind of {', '.join(KINDS)}")
-    found = []
+    a prompt ends where the policy first writes."""
+    trace, found = named(name), []
     for tokens, mask in zip(trace.token_sequences(vocabulary), trace.loss_masks(), strict=True):
         at = int(mask.argmax())
         found.append((tokens[:at], tokens[at:], mask[at:].astype(np.int64)))

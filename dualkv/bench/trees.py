@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from rich.table import Table
 
 from dualkv.bench.show import folded
-from dualkv.bench.traces import FIGURES, KINDS, Trace, parse
+from dualkv.bench.traces import FIGURES, KINDS, Trace
 from dualkv.data import breaks
-from dualkv.data.files import Source, Tokenizer, errors_at, name_of, objects, segments
-from dualkv.data.files import sequences as sequences_of
+from dualkv.data.files import Source, errors_at, name_of, objects
+from dualkv.data.forms import Tokenizer, samples, segments
 from dualkv.data.gain import Gain
 from dualkv.data.memory import Memory, RowCosts
 from dualkv.data.planning import plan_shared
@@ -50,21 +48,6 @@ class Found:
 ALL = [f"trace-{kind}-0" for kind in KINDS]
 
 
-def drawn(names: Sequence[str]) -> list[Found]:
-    """Traces by name.
-
-    Raises:
-        ValueError: a name of none, and as :func:`dualkv.bench.traces.draw`.
-    """
-    found = []
-    for name in names:
-        trace = parse(name)
-        if trace is None:
-            raise ValueError(f"--trace is {name!r}, expected trace-KIND-SEED with a kind of {', '.join(KINDS)}")
-        found.append(Found.of_trace(trace))
-    return found
-
-
 def prefixes_of(layout: Layout) -> SharedPrefixes:
     """The full sequences of a layout, one for each segment that none continues, and the prefixes that they share."""
     s = layout._segments
@@ -76,21 +59,10 @@ def prefixes_of(layout: Layout) -> SharedPrefixes:
 
 # ---------------------------------------------------------------- a file
 def read(path: Source, tokenizer: Tokenizer, min_shared: int = 1, compare_texts: bool = False) -> Found:
-    """The rollouts of a file (:func:`dualkv.data.files.objects`), a group or a rollout a line. Groups have three forms:
-
-        {"sequences": [[5, 6, 7, ...], ...], "loss_masks": [[0, 0, 1, ...], ...]}
-        {"prompt": ..., "responses": [...]}
-        {"lengths": [900, 40, 70, ...], "parent": [-1, 0, 0, ...]}
-
-    Sequences are token ids, from the prompt's first token to the rollout's last; their masks may be left out. A prompt
-    and responses (or "completions") are token ids or text. `lengths` are the token counts of a tree's segments in
-    depth-first order, and `parent` the segment that each one continues, -1 for a prompt. Single rollouts have the forms
-    of :func:`dualkv.data.files.samples`. Lines of token ids share prefixes with each other. Other keys and blank lines
-    are skipped.
+    """The rollouts of a file (:func:`dualkv.data.files.objects`), in the forms of :func:`dualkv.data.forms.samples`; or
+    trees of :func:`dualkv.data.forms.segments`. Lines of token ids share prefixes with each other.
 
     Args:
-        path: the file, UTF-8, or what :func:`dualkv.data.files.load` has read.
-        tokenizer: for text and messages.
         min_shared: as for :func:`dualkv.pack_sequences`.
         compare_texts: decode tokens, to say whether those that differ stand for equal text.
 
@@ -111,16 +83,18 @@ def read(path: Source, tokenizer: Tokenizer, min_shared: int = 1, compare_texts:
                 trees.append(tree.at_least(min_shared))
                 trained = None
                 continue
-            rows, count = sequences_of(data, tokenizer)
-        line = where.removeprefix(name).replace(":", "line ", 1)
-        lines += [f"{line}, sequence {i}" for i in range(len(rows))]
-        sequences += rows
-        trained = None if trained is None or count is None else trained + count
+            found = samples(data, tokenizer)
+        place = where.removeprefix(name)  # in a folder, a file and its line
+        line = f"line {place[1:]}" if place.startswith(":") else place.lstrip(os.sep)
+        lines += [f"{line}, sequence {i}" for i in range(len(found))]
+        for tokens, mask, _ in found:
+            sequences.append(tokens)
+            trained = None if trained is None or mask is None else trained + sum(mask)
     said: list[str] = []
     if sequences:
         host, shared, _ = read_sequences(sequences, min_shared)
-        found = breaks.find(host, shared, tokenizer.decode if compare_texts else None)
-        said = breaks.described(found, lines.__getitem__)
+        parted = breaks.find(host, shared, tokenizer.decode if compare_texts else None)
+        said = breaks.described(parted, lines.__getitem__)
         trees.insert(0, shared.at_least(min_shared))
     if not trees:
         raise ValueError(f"{name}: no rollouts in it, expected one JSON object a line")
@@ -139,6 +113,16 @@ def _joined(parts: list[SharedPrefixes]) -> SharedPrefixes:
 
 
 # ---------------------------------------------------------------- what packing saves
+def _sizes(model: str) -> tuple[int, ...]:
+    """The hidden size, heads, KV heads, head dim and layers of a model, and the MLP's width that a row meets."""
+    c = CONFIGS[model]
+    hidden, heads, kv_heads, layers = (
+        c[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")
+    )
+    width = c.get("moe_intermediate_size", c["intermediate_size"]) * c.get("num_experts_per_tok", 1)
+    return hidden, heads, kv_heads, c.get("head_dim", hidden // heads), layers, width
+
+
 def flops(model: str, rows: int, pairs: int, head_rows: int) -> float:
     """Count the FLOP of a forward and a backward without recomputation: 6 for a weight and row (of a mixture of
     experts, the weights that a row is routed to), 12 for a pair, head and head dim.
@@ -151,12 +135,8 @@ def flops(model: str, rows: int, pairs: int, head_rows: int) -> float:
         rows: of the layers. head_rows: of the head.
         pairs: (query, key) pairs of a head.
     """
-    c = CONFIGS[model]
-    hidden, heads, kv_heads, layers = (
-        c[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")
-    )
-    head_dim = c.get("head_dim", hidden // heads)
-    mlp = 3 * hidden * c.get("moe_intermediate_size", c["intermediate_size"]) * c.get("num_experts_per_tok", 1)
+    c, (hidden, heads, kv_heads, head_dim, layers, width) = CONFIGS[model], _sizes(model)
+    mlp = 3 * hidden * width
     with_attention, of_attention, recurrent = layers, 2 * hidden * head_dim * (heads + kv_heads), 0
     if "full_attention_interval" in c:
         with_attention = layers // c["full_attention_interval"]
@@ -178,16 +158,11 @@ def row_costs(model: str) -> RowCosts:
 
     The factors were fitted to :func:`dualkv.measure_rows` of small Qwen3 models. Every layer counts as attention.
     """
-    c = CONFIGS[model]
-    hidden, heads, kv_heads, layers = (
-        c[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")
-    )
-    head_dim = c.get("head_dim", hidden // heads)
-    mlp = c.get("moe_intermediate_size", c["intermediate_size"]) * c.get("num_experts_per_tok", 1)
+    hidden, heads, kv_heads, head_dim, layers, width = _sizes(model)
     q, kv = heads * head_dim, kv_heads * head_dim
-    graph = 17 * hidden + 8 * mlp + 10 * (q + kv)
-    recomputed = 20 * hidden + 12 * mlp + 10.5 * (q + kv)
-    pairs = (2 * hidden * (q + kv) + 3 * hidden * mlp) / (2 * q)
+    graph = 17 * hidden + 8 * width + 10 * (q + kv)
+    recomputed = 20 * hidden + 12 * width + 10.5 * (q + kv)
+    pairs = (2 * hidden * (q + kv) + 3 * hidden * width) / (2 * q)
     of_layers = layers * graph, 2 * layers * hidden + recomputed
     return RowCosts(layers * 12 * kv, 12 * q + 8 * kv, *of_layers, pairs, kv_heads)
 
@@ -195,7 +170,6 @@ def row_costs(model: str) -> RowCosts:
 @dataclass(frozen=True)
 class Summary:
     """Attributes:
-    name: of the file or trace.
     sequences: their number. tokens: of all of them. packed_tokens: each shared token once.
     share_ratio: tokens over packed_tokens.
     depth: levels of the deepest tree. segments: their number; shortest, median, longest: tokens of them.
@@ -242,9 +216,6 @@ class Summary:
             int(tree.length.min()), float(np.median(tree.length)), int(tree.length.max()), model, before / after,
             gain.saved, gain.pays, str(gain), found.breaks, found.unit, plan,
         )  # fmt: skip
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def table(summaries: list[Summary]) -> Table:

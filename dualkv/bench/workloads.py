@@ -21,6 +21,7 @@ from dualkv.layout import Layout
 from dualkv.ops.features import Features, Window
 
 DTYPES = ("bf16", "fp16")
+ALL_IN_ONE = 2**62  # tokens of a micro-batch that no file exceeds
 # Products of a pair of a query and a key, by direction: over the head dim of q and k, over that of v.
 PRODUCTS = {"fwd": (1, 1), "bwd": (3, 2), "both": (4, 3)}
 DIRECTIONS = tuple(PRODUCTS)
@@ -108,38 +109,22 @@ class Workload:
         products = sum(n * head_dim for n, head_dim in zip(PRODUCTS[direction], self.head_dims, strict=True))
         return 2 * products * self.heads * self.visible_pairs()
 
-    def bytes(self, direction: str) -> int:
-        """Count the bytes that cross the GPU's memory if each tensor does so once: the unit of every GB/s of the
-        benchmark.
-
-        fwd:  q, k, v are read, out and lse (fp32, a number a row and head) are written.
-        bwd:  q, k, v, out, dout and lse are read, dq, dk and dv are written.
-        both: the sum.
-        """
-        rows = self.layout().num_tokens
-        once = 2 * rows * (self.heads + self.kv_heads) * sum(self.head_dims)  # q, k, v and out, or dq, dk, dv and dout
-        lse = 4 * rows * self.heads
-        of = {"fwd": once + lse, "bwd": 2 * once + lse}
-        return of.get(direction) or sum(of.values())
-
 
 def _one_group(name: str, prompt: int, responses: list[int], **shape: Any) -> Workload:
     return Workload(name, (prompt,), (tuple(responses),), **shape)
 
 
-def _many_groups(name: str) -> Workload:
-    """64 groups of 8 with lengths drawn at random: short tiles, many of them with rows of two segments."""
+def _drawn_groups(
+    name: str,
+    groups: int = 64,
+    prompt_lens: tuple[int, int] = (256, 2049),
+    response_lens: tuple[int, int] = (64, 1025),
+    **shape: Any,
+) -> Workload:
+    """Groups of 8 with lengths drawn at random: short tiles, many of them with rows of two segments."""
     draw = np.random.default_rng(0)
-    responses = draw.integers(64, 1025, (64, 8)).tolist()
-    return Workload(name, tuple(draw.integers(256, 2049, 64).tolist()), tuple(map(tuple, responses)))
-
-
-def _short_groups(name: str) -> Workload:
-    """128 groups of 8 that are far shorter still."""
-    draw = np.random.default_rng(0)
-    responses = draw.integers(20, 401, (128, 8)).tolist()
-    prompts = draw.integers(100, 501, 128).tolist()
-    return Workload(name, tuple(prompts), tuple(map(tuple, responses)), heads=16, kv_heads=8)
+    responses = draw.integers(*response_lens, (groups, 8)).tolist()
+    return Workload(name, tuple(draw.integers(*prompt_lens, groups).tolist()), tuple(map(tuple, responses)), **shape)
 
 
 def _tree(name: str, lengths: Sequence[int], parent: Sequence[int]) -> Workload:
@@ -208,7 +193,7 @@ NAMED = {
         _one_group("n16-p32768-r2048", 32768, [2048] * 16),
         _one_group("n64-p4096-r256", 4096, [256] * 64),
         _one_group("n32-p8192-uniform", 8192, _UNIFORM),
-        _many_groups("g64-n8"),
+        _drawn_groups("g64-n8"),
         _binary_tree("binary-p4096-r1024", 4096, 4, 1024),
         _agent_tree("agent-t10-r512", 32, 10, 512),
         *(
@@ -222,7 +207,7 @@ NAMED = {
             for name, shape in _WINDOWS.items()
         ),
         *(
-            replace(_many_groups(f"g64-n8-{name}"), **shape)
+            _drawn_groups(f"g64-n8-{name}", **shape)
             for name, shape in _WINDOWS.items()
             if shape.get("window", 4096) < 4096
         ),
@@ -232,13 +217,13 @@ NAMED = {
         ),
         *(  # values of another head dim
             replace(lengths, name=f"{lengths.name}-d192v128-h{heads}", heads=heads, kv_heads=kv_heads, **_D192_V128)
-            for lengths in (_MAIN, _one_group("n28-p4096-r2048", 4096, [2048] * 28), _many_groups("g64-n8"))
+            for lengths in (_MAIN, _one_group("n28-p4096-r2048", 4096, [2048] * 28), _drawn_groups("g64-n8"))
             for heads, kv_heads in ((16, 16), (64, 4))  # MLA with tensor parallelism; MiMo-V2, full layers
         ),
         _one_group("n8-p4096-r1024-d192v128-h128", 4096, [1024] * 8, heads=128, kv_heads=128, **_D192_V128),
         *(  # Gemma 4's layers of full attention
             replace(lengths, name=f"{lengths.name}-d512-h{heads}", heads=heads, kv_heads=kv_heads, head_dim=512)
-            for lengths in (_MAIN, _one_group("n28-p4096-r2048", 4096, [2048] * 28), _many_groups("g64-n8"))
+            for lengths in (_MAIN, _one_group("n28-p4096-r2048", 4096, [2048] * 28), _drawn_groups("g64-n8"))
             for heads, kv_heads in ((16, 2), (8, 1))
         ),
         # What tensor parallelism leaves of 32 and 8 heads on one of 8 and of 4 GPUs.
@@ -249,7 +234,7 @@ NAMED = {
 
 _FOUR = np.random.default_rng(0).integers(50, 1501, (4, 32)).tolist()
 _SLOW = [  # shapes whose rates are below those of the main ones
-    _short_groups("g128-n8-short"),
+    _drawn_groups("g128-n8-short", 128, (100, 501), (20, 401), heads=16, kv_heads=8),
     Workload("g4-n32-p1500-d64-gqa7", (1500,) * 4, tuple(map(tuple, _FOUR)), heads=14, kv_heads=2, head_dim=64),
     _one_group("n24-p3000-r1500-gqa5", 3000, [1500] * 24, heads=40),
     Workload("g4-n1-p100-r8000", (100,) * 4, ((8000,),) * 4),  # nothing is shared
@@ -317,7 +302,10 @@ def parse(text: str) -> Workload:
             lens += [int(length)] * int(times or 1)
         prompts.append(int(match[1]))
         responses.append(tuple(lens))
-    return _checked(Workload(text, tuple(prompts), tuple(responses)))
+    workload = Workload(text, tuple(prompts), tuple(responses))
+    if not workload.visible_pairs():
+        raise ValueError(f"workload {text!r} has no tokens, expected at least one")
+    return workload
 
 
 def of_layout(name: str, layout: Layout) -> Workload:
@@ -329,11 +317,8 @@ def of_layout(name: str, layout: Layout) -> Workload:
 def of_rollouts(path: Source, tokenizer: str | None = None, budget: int | None = None) -> list[Workload]:
     """The groups of a rollouts file: one workload, or one for each micro-batch of at most `budget` packed tokens.
 
-    Args:
-        path: JSON lines, as `dualkv demo --rollouts` reads them; only lengths count here. The
-            name says so where these are bytes of text that no tokenizer has encoded.
-        tokenizer: local folder of a Hugging Face tokenizer for prompts and responses given as text; None: bytes.
-        budget: a group beyond it is split and repeats its prompt.
+    Only lengths count here. The name says where these are bytes of text that no tokenizer has encoded. A group beyond
+    the budget is split and repeats its prompt.
 
     Raises:
         ValueError: a file that is no such rollouts, a budget below a prompt with one of its responses.
@@ -344,24 +329,38 @@ def of_rollouts(path: Source, tokenizer: str | None = None, budget: int | None =
     name = os.path.basename(name_of(path)) + " (bytes)" * getattr(encoder, "used", False)
     prompt_lens = [len(prompt) for prompt in rollouts.prompts]
     response_lens = [[len(response) for response in group] for group in rollouts.responses]
-    if budget is None:
-        return [_of_lengths(name, prompt_lens, response_lens)]
-    plans = plan_micro_batches(prompt_lens, response_lens, budget)
+    plans = plan_micro_batches(prompt_lens, response_lens, ALL_IN_ONE if budget is None else budget)
     return [
-        _of_lengths(
-            f"{name} {i}/{len(plans)}",
-            [prompt_lens[g] for g, _ in plan.parts],
-            [[response_lens[g][r] for r in some] for g, some in plan.parts],
+        Workload(
+            name if budget is None else f"{name} {i}/{len(plans)}",
+            tuple(prompt_lens[g] for g, _ in plan.parts),
+            tuple(tuple(response_lens[g][r] for r in some) for g, some in plan.parts),
         )
         for i, plan in enumerate(plans, start=1)
     ]
 
 
-def _of_lengths(name: str, prompt_lens: Sequence[int], response_lens: Sequence[Sequence[int]]) -> Workload:
-    return _checked(Workload(name, tuple(prompt_lens), tuple(tuple(group) for group in response_lens)))
+def chosen(
+    texts: Sequence[str] | None, rollouts: Source | None, tokenizer: str | None, budget: int | None
+) -> list[Workload]:
+    """The workloads asked for by name or lengths, and from a file.
+
+    Raises:
+        ValueError: what is no workload, options of a file without one.
+        OSError: a file that cannot be read.
+    """
+    found = [parse(text) for text in texts or ()]
+    if rollouts is not None:
+        found += of_rollouts(rollouts, tokenizer, budget)
+    elif tokenizer is not None or budget is not None:
+        raise ValueError("--tokenizer and --budget go with --rollouts FILE, which is missing")
+    return found
 
 
-def _checked(workload: Workload) -> Workload:
-    if not workload.visible_pairs():
-        raise ValueError(f"workload {workload.name!r} has no tokens, expected at least one")
-    return workload
+def directions(text: str) -> list[str]:
+    """Parse a comma-separated part of `fwd,bwd,both`; the result is in this order."""
+    given = [part.strip() for part in text.split(",")]
+    for part in given:
+        if part not in DIRECTIONS:
+            raise ValueError(f"--direction is {text!r}, expected some of {','.join(DIRECTIONS)}")
+    return [d for d in DIRECTIONS if d in given]

@@ -19,8 +19,8 @@ from rich.text import Text
 import dualkv
 from codegen import KernelError, packages
 from codegen.select import NAMES
-from dualkv.cli.output import check_folder, check_plot, console_of, tracked, write_json
-from dualkv.data import files
+from dualkv.cli.output import console_of, tracked, write_json
+from dualkv.data import files, forms
 from dualkv.demo.settings import ON_CUDA, DemoSettings
 
 app = typer.Typer(
@@ -137,7 +137,7 @@ def demo(
         raise ValueError(
             f"{option} is {given[shaped[0]]} beside --rollouts, expected one of them: {option} shapes drawn ones"
         )
-    file = files.load(rollouts, files.group_or_samples) if rollouts is not None else None
+    file = files.load(rollouts, forms.group_or_samples) if rollouts is not None else None
     settings = DemoSettings.given(**given)  # from here on with torch
     with tracked(console, "loading the model") as track:
         from dualkv.demo.run import run_demo  # transformers takes seconds
@@ -275,9 +275,6 @@ def bench(
             help="A name (--list), or lengths: '8192:32x2048', '700:130,911;40:5'. Default: the first.",
         ),
     ] = None,
-    prompt_len: Annotated[int | None, typer.Option(help="One group: tokens of its prompt.")] = None,
-    responses: Annotated[int | None, typer.Option(help="One group: its responses.")] = None,
-    response_len: Annotated[int | None, typer.Option(help="One group: tokens of each response.")] = None,
     rollouts: Annotated[
         Path | None, typer.Option(help="The groups of such a file as `dualkv demo --rollouts` reads.")
     ] = None,
@@ -300,46 +297,37 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="Turns of every side.")] = 3,
     time_limit: Annotated[float | None, typer.Option(min=1, help="Seconds after which nothing new is begun.")] = None,
     json_to: JsonOption = None,
-    markdown: Annotated[Path | None, typer.Option(metavar="FILE.md", help="Write the tables as Markdown.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw TFLOP/s.")] = None,
     listing: Annotated[bool, typer.Option("--list", help="Print the workloads and their work, run nothing.")] = False,
     debug: DebugOption = False,
 ) -> None:
-    """This GPU's attention against its peers, forward and backward: a table, JSON, Markdown, a plot."""
+    """This GPU's attention against its peers, forward and backward, as a table and JSON."""
     console = console_of(json_to)
-    if plot is not None:
-        check_plot(plot)
-    if markdown is not None:
-        check_folder(markdown)
     file = None
     if rollouts is not None:
-        file = files.load(rollouts, partial(files.group_or_samples, rewards=False))
-    from dualkv.bench import command, run, show
-    from dualkv.bench.workloads import NAMED
+        file = files.load(rollouts, partial(forms.group_or_samples, rewards=False))
+    import torch
 
-    groups = command.chosen(workload, (prompt_len, responses, response_len), file, tokenizer, budget)
-    groups = groups or list(NAMED.values())[: None if listing else 1]
+    from dualkv.bench import run, show, sides, workloads
+
+    groups = workloads.chosen(workload, file, tokenizer, budget)
+    groups = groups or list(workloads.NAMED.values())[: None if listing else 1]
     shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "head_dim_v": head_dim_v, "dtype": dtype}
-    workloads = [w.with_shape(**shape) for w in groups]
-    directions, sides = command.directions(direction), command.sides(side)
+    asked = [w.with_shape(**shape) for w in groups]
+    directions, names = workloads.directions(direction), sides.chosen(side)
     if listing:
-        console.print(command.listing(workloads))
+        console.print(show.listing(asked))
         return
-    command.check_gpu()
+    if not torch.cuda.is_available():
+        raise ValueError("dualkv bench measures on a CUDA GPU and PyTorch sees none here (--list works without one)")
     report: dict[str, Any] = {}
     with tracked(Console(stderr=True)) as track:
-        for report in run.report(workloads, directions, sides, seconds, rounds, time_limit, track):
+        for report in run.report(asked, directions, names, seconds, rounds, time_limit, track):
             console.print(show.table(report["results"][-1]))
             if json_to != "-":
                 write_json(report, json_to)  # after each result: what is done is not lost with what fails
     if json_to == "-":
         write_json(report, json_to)
-    if markdown is not None:
-        markdown.write_text(show.markdown(report), encoding="utf-8")
-    if plot is not None:
-        show.plot(report, plot)
-        console.print(f"plot: {plot}")
-    for sentence in command.failures(report):
+    for sentence in show.failures(report):
         print(f"dualkv: {sentence}", file=sys.stderr)
 
 
@@ -378,8 +366,9 @@ def trees(
 ) -> None:
     """Show what packing saves on rollouts before training: tokens, share ratio, depth, FLOP, and whether it pays."""
     console = console_of(json_to)
-    given = [files.load(path, files.sequences_or_segments) for path in rollouts or ()]
+    given = [files.load(path, forms.samples_or_segments) for path in rollouts or ()]
     from dualkv.arrays import check_gib
+    from dualkv.bench import traces
     from dualkv.bench import trees as saved
     from dualkv.data.rollouts import load_tokenizer
 
@@ -396,14 +385,15 @@ def trees(
     found = [saved.read(file, load_tokenizer(tokenizer), min_shared, texts) for file in given]
     if len({one.name for one in found}) < len(found):  # of several folders
         found = [dataclasses.replace(one, name=file.name) for one, file in zip(found, given, strict=True)]
-    found += saved.drawn(trace or ([] if given else saved.ALL))
+    drawn = trace or ([] if given else saved.ALL)
+    found += [saved.Found.of_trace(traces.named(name, "--trace")) for name in drawn]
     summaries = [saved.Summary.of(one, model, memory) for one in found]
     console.print(saved.table(summaries))
     for summary in summaries:
-        counted = [files.BYTES] * (summary.unit == "bytes")
+        counted = [forms.BYTES] * (summary.unit == "bytes")
         for sentence in (*counted, summary.verdict, *([summary.plan] if summary.plan else []), *summary.breaks):
             console.print(f"{summary.name}: {sentence}", soft_wrap=True)
-    write_json({"rollouts": [summary.as_dict() for summary in summaries]}, json_to)
+    write_json({"rollouts": [dataclasses.asdict(summary) for summary in summaries]}, json_to)
 
 
 @app.command()
@@ -461,9 +451,10 @@ def precompile(
         raise ValueError(f"--gqa is {gqa!r} without --head-dims, expected both: models have theirs")
     if tp is not None and not models:
         raise ValueError(f"--tp is {tp!r} without --models, expected both: --gqa is the ratio on a rank")
+    parts = spec.GRADIENTS if gradients == "all" else _commas(gradients)
     specs = kernels.requested(
         _commas(models), _numbers("tp", tp or "1"), _head_dims(head_dims), _numbers("gqa", gqa),
-        _commas(dtypes), _commas(directions), kernels.parts(_commas(gradients)), deterministic, trees,
+        _commas(dtypes), _commas(directions), parts, deterministic, trees,
         tuple(_commas(features)),
     )  # fmt: skip
     if everything and specs:

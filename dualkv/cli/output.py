@@ -1,4 +1,4 @@
-"""The output of a command: tables, progress, JSON, plots."""
+"""The output of a command: tables, progress, JSON."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from codegen.packages import require
-
-PLOT_SUFFIXES = (".png", ".pdf", ".svg")
 WIDE = 200  # columns of a table that no terminal shows: a file or another program
 
 
 def console_of(json_to: str | None) -> Console:
     """Standard output, unless the JSON goes there; its folder is there. Text is printed as it is, brackets too."""
     if json_to not in (None, "-"):
-        check_folder(Path(str(json_to)))
+        folder = Path(str(json_to)).resolve().parent
+        if not folder.is_dir():  # before the work
+            raise ValueError(f"{json_to}: there is no folder {folder} to write it to")
     return wide_enough(Console(stderr=json_to == "-", markup=False, highlight=False))
 
 
@@ -52,19 +51,6 @@ def tracked(console: Console, first: str = "starting", line_of: Callable[[Any], 
                 progress.advance(task)
 
         yield track
-
-
-def check_folder(path: Path) -> None:
-    """Fails before the work, not behind it."""
-    if not path.resolve().parent.is_dir():
-        raise ValueError(f"{path}: there is no folder {path.resolve().parent} to write it to")
-
-
-def check_plot(path: Path) -> None:
-    require("matplotlib", "a plot")  # before the work
-    if path.suffix not in PLOT_SUFFIXES:
-        raise ValueError(f"{path}: a plot is written as {', '.join(PLOT_SUFFIXES)}, by the file's name")
-    check_folder(path)
 
 
 def write_json(result: dict[str, Any], json_to: str | None) -> None:

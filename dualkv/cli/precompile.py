@@ -260,13 +260,11 @@ def precompile(
     wheel: Path | None = None,
     track: Track = untracked,
 ) -> Result:
-    """Compile what `folder` lacks of `specs` and write its manifest.json; a second call compiles nothing.
+    """Compile what `folder` lacks of `specs`, `jobs` at a time, and write its manifest.json.
 
     Args:
-        jobs: compiles at a time, each a process.
         code: of codegen.precompiled.CODE, written to `folder/code` for reading.
         wheel: a folder to write a wheel of these kernels to.
-        track: shows progress; see `dualkv.cli.output.tracked`.
 
     Raises:
         ValueError: fewer jobs than 1.
@@ -296,11 +294,6 @@ def check(folder: Path, specs: list[KernelSpec]) -> precompiled.Checked:
     if not folder.is_dir():
         raise ValueError(f"--check is {str(folder)!r}, expected a folder that `dualkv precompile --out` made")
     return precompiled.check(folder, specs)
-
-
-def parts(gradients: list[str]) -> list[str]:
-    """All there are for "all"."""
-    return list(GRADIENTS) if gradients == ["all"] else gradients
 
 
 def usable_cpus() -> int:

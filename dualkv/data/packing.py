@@ -36,17 +36,15 @@ from dualkv.arrays import (
     token_tensor,
 )
 from dualkv.data import media as images
-from dualkv.data.rows import Form, Remembered, as_rows, check_unpacked, of_packed_rows
+from dualkv.data.rows import Form, PackedRows, as_rows, check_unpacked, of_packed_rows
 from dualkv.layout import Layout
 
 GroupIds = Sequence[Hashable] | npt.NDArray[Any] | torch.Tensor
 LabelStyle = Literal["gather", "roll"]
 
-IGNORED = -100  # the label of rows that predict nothing: the default ignore_index of cross_entropy
-
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PackedBatch(Remembered):
+class PackedBatch(PackedRows):
     """Packed groups as input of a model, and the way back to one row per rollout.
 
     Made by :func:`pack` and :func:`pack_padded`. T packed tokens, N rollouts, M response tokens.
@@ -74,11 +72,6 @@ class PackedBatch(Remembered):
     _places: IntArray | None = None  # [N] of [M], each response's place among the packed ones; None: in packed order
 
     @property
-    def device(self) -> torch.device:
-        """The device of `input_ids` and of all tensors derived from them."""
-        return self.input_ids.device
-
-    @property
     def num_rollouts(self) -> int:
         """N."""
         return len(self.order)
@@ -94,11 +87,6 @@ class PackedBatch(Remembered):
         return self._packed_lens[self._inverse].tolist()
 
     # ------------------------------------------------------------------ per-token tensors, made at the first access
-    @property
-    def position_ids(self) -> torch.Tensor:
-        """[1, T] int64: the position of each token in its own unpacked sequence."""
-        return self.layout.position_ids[None]
-
     @cached_property
     @outside_inference_mode
     def predict_rows(self) -> torch.Tensor:
@@ -116,23 +104,6 @@ class PackedBatch(Remembered):
     def targets(self) -> torch.Tensor:
         """[M] int64: the response tokens."""
         return self.input_ids[0].index_select(0, self._target_rows)
-
-    @cached_property
-    @outside_inference_mode
-    def labels(self) -> torch.Tensor:
-        """[1, T] int64: `labels[0, t]` is the response token that row t predicts, -100 where it predicts none.
-
-        Raises:
-            ValueError: in the gather style, where a prompt's last row predicts the first token of all its responses.
-        """
-        if self.label_style == "gather":
-            raise ValueError(
-                "labels needs a batch packed with labels='roll', this one has labels='gather', where one row predicts "
-                "the first token of every response; use predict_rows and targets"
-            )
-        labels = torch.full_like(self.input_ids, IGNORED)
-        labels[0, self.predict_rows] = self.targets
-        return labels
 
     # ------------------------------------------------------------------ the way back
     def unpack(self, values: torch.Tensor, form: Form = "list", padding_value: float = 0) -> Any:
@@ -173,10 +144,6 @@ class PackedBatch(Remembered):
         begin, end = self._segments(pieces)
         rows = values.index_select(0, ranges(begin, end - begin, values.device))
         return list(rows.split((end - begin).reshape(-1, 2).sum(1).tolist()))
-
-    def to(self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> PackedBatch:
-        """Copy the batch with its tensors on `device`, None for the present one."""
-        return self._moved(device, non_blocking)
 
     def __repr__(self) -> str:
         return (

@@ -12,17 +12,8 @@ from typing import Any
 import torch
 
 from codegen.packages import require
-from dualkv.data.files import (
-    ByteTokenizer,
-    Group,
-    Message,
-    Source,
-    Tokenizer,
-    errors_at,
-    group_or_samples,
-    name_of,
-    objects,
-)
+from dualkv.data.files import Source, errors_at, name_of, objects
+from dualkv.data.forms import ByteTokenizer, Group, Message, Tokenizer, group_or_samples
 from dualkv.data.pretrained import PACKAGED, pretrained
 
 
@@ -128,14 +119,10 @@ def read_rollouts(path: Source, tokenizer: Tokenizer, vocab_size: int | None, re
     has all token ids of a rollout, prompt included. Its mask has a 0 or 1 for each token, 1 for tokens that the policy
     wrote. The prompt is the prefix that all sequences of the line share, up to the first token that counts.
 
-    One rollout is any form of :func:`dualkv.data.files.samples`. Rollouts whose tokens are equal up to the first one
+    One rollout is any form of :func:`dualkv.data.forms.samples`. Rollouts whose tokens are equal up to the first one
     that counts are a group, wherever they are in the file.
 
-    Other keys and blank lines are skipped.
-
     Args:
-        path: the file, UTF-8, or what :func:`dualkv.data.files.load` has read.
-        tokenizer: for text and messages.
         vocab_size: token ids must be below it (the model's vocabulary); None: they must be ones that packing takes.
         rewards: whether rollouts need a reward; without one it is 0.
 
@@ -203,14 +190,9 @@ def draw_rollouts(
     """Rollouts of pieces of text (:func:`topic_prompts`), with random rewards.
 
     Args:
-        groups, prompt_len: number of prompts, and the tokens of each.
-        responses, response_len: to each prompt, and the tokens of each, or of each of its turns.
-        turns: of each response. Two follow each one until there are as many as responses; the last are all different.
-            Behind the others are `response_len` tokens of an environment, which are the same for all and do not count.
-        seed: of the pieces and rewards.
-
-    Raises:
-        ValueError: as :func:`topic_prompts`.
+        turns: of each response, of `response_len` tokens. Two follow each one until there are as many as responses; the
+            last are all different. Behind the others are as many tokens of an environment, which are the same for all
+            and do not count.
     """
     seeds, answers = itertools.count(seed), turns - 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Literal, Self, cast, get_args
 
 import numpy as np
@@ -16,15 +17,17 @@ from dualkv.data.media import moved
 from dualkv.layout import Layout
 
 Form = Literal["list", "padded", "nested"]
+IGNORED = -100  # the label of rows that predict nothing: the default ignore_index of cross_entropy
 
 _LAYOUTS, _MEDIA = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
 
 
-class Remembered:
-    """A batch whose `input_ids` remember its layout and its images, for models that get them without these."""
+class PackedRows:
+    """The base of packed batches. Their `input_ids` remember layout and images, for models that get them alone."""
 
     input_ids: torch.Tensor
     layout: Layout
+    label_style: str
     media: dict[str, Any]
 
     def __post_init__(self) -> None:
@@ -37,18 +40,42 @@ class Remembered:
         self.__dict__.update(state)
         self.__post_init__()
 
+    @property
+    def device(self) -> torch.device:
+        """The device of `input_ids` and of all tensors derived from them."""
+        return self.input_ids.device
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """[1, T] int64: the position of each token in its own unpacked sequence."""
+        return self.layout.position_ids[None]
+
+    @cached_property
     @outside_inference_mode
-    def _moved(self, device: torch.device | str | int | None, non_blocking: bool) -> Self:
+    def labels(self) -> torch.Tensor:
+        """[1, T] int64: `labels[0, t]` is the trained token that row t predicts, -100 where it predicts none.
+
+        Raises:
+            ValueError: in the gather style, where a row predicts the first token of every response or branch behind it.
+        """
+        if self.label_style == "gather":
+            raise ValueError(
+                "labels needs a batch packed with labels='roll', this one has labels='gather', where one row predicts "
+                "the first token of every response or branch; use predict_rows and targets"
+            )
+        batch: Any = self  # the classes of batches define predict_rows and targets
+        labels = torch.full_like(self.input_ids, IGNORED)
+        labels[0, batch.predict_rows] = batch.targets  # copies of a token have one row before them, and equal labels
+        return labels
+
+    @outside_inference_mode
+    def to(self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> Self:
+        """Copy the batch with its tensors on `device`, None for the present one."""
         input_ids = self.input_ids if device is None else self.input_ids.to(device, non_blocking=non_blocking)
         if input_ids is self.input_ids:
             return self
         layout, media = self.layout.to(input_ids.device), moved(self.media, input_ids.device, non_blocking)
         return replace(cast(Any, self), input_ids=input_ids, layout=layout, media=media)
-
-
-def _check_tensor(values: object) -> None:
-    if not isinstance(values, torch.Tensor):
-        raise TypeError(f"values must be a tensor, got a {type(values).__name__}")
 
 
 def forgotten_layout(input_ids: Any) -> Layout | None:
@@ -76,14 +103,12 @@ def _is_one_sequence(layout: Layout) -> bool:
 
 
 def check_unpacked(values: torch.Tensor, count: int, of: str, form: Form, layout: Layout) -> None:
-    """Raise ValueError if there are not `count` values, for an unknown form, and for values with gradients of a layout
-    that no attention has used; TypeError for no tensor."""
-    _check_tensor(values)
+    """Raise ValueError if there are not `count` values, or for an unknown form; and as :func:`_check_values`."""
+    _check_values(values, layout)
     if values.dim() == 0 or values.shape[0] != count:
         raise ValueError(f"values has shape {tuple(values.shape)}, expected [{count}, ...]: one value for each {of}")
     if form not in get_args(Form):
         raise ValueError(f"form is {form!r}, expected 'list', 'padded' or 'nested'")
-    _check_made(values, layout)
 
 
 def check_used(layout: Layout, subject: str, argument: str = "dualkv=batch.layout") -> None:
@@ -102,17 +127,18 @@ def check_used(layout: Layout, subject: str, argument: str = "dualkv=batch.layou
         )
 
 
-def _check_made(values: torch.Tensor, layout: Layout) -> None:
+def _check_values(values: object, layout: Layout) -> None:
+    """Raise TypeError for no tensor; ValueError for values with gradients of a layout that no attention has used."""
+    if not isinstance(values, torch.Tensor):
+        raise TypeError(f"values must be a tensor, got a {type(values).__name__}")
     if values.requires_grad:  # others may be targets, masks or advantages, which are unpacked before a forward
         check_used(layout, "values require a gradient and are")
 
 
 def of_packed_rows(values: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """values [T, ...] or [1, T, ...] -> [T, ...]; raises ValueError for other shapes, and for values with gradients of
-    a layout that no attention has used; TypeError for no tensor."""
-    _check_tensor(values)
+    """values [T, ...] or [1, T, ...] -> [T, ...]; raises ValueError for other shapes, and as :func:`_check_values`."""
+    _check_values(values, layout)
     total = layout.num_tokens
-    _check_made(values, layout)
     if values.dim() > 1 and values.shape[:2] == (1, total):
         return values[0]
     if values.dim() == 0 or values.shape[0] != total:

@@ -31,8 +31,8 @@ from dualkv.arrays import (
 )
 from dualkv.data import media as images
 from dualkv.data.frames import Frame, read_frame
-from dualkv.data.packing import IGNORED, LabelStyle, PackedBatch, check_label_style, label_copies
-from dualkv.data.rows import Form, Remembered, as_rows, check_unpacked, of_packed_rows
+from dualkv.data.packing import LabelStyle, PackedBatch, check_label_style, label_copies
+from dualkv.data.rows import Form, PackedRows, as_rows, check_unpacked, of_packed_rows
 from dualkv.layout import Layout
 from dualkv.prefixes import PrefixTree, SharedPrefixes, read_sequences, shared_prefixes
 
@@ -43,7 +43,7 @@ Mask = Sequence[bool] | Sequence[int] | npt.NDArray[Any] | torch.Tensor
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PackedSequences(Remembered):
+class PackedSequences(PackedRows):
     """Sequences packed as trees, and the way back to one row per rollout. Made by :func:`pack_sequences`.
 
     T packed tokens, N rollouts, M trained tokens: packed rows whose token counts in at least one rollout's mask.
@@ -99,11 +99,6 @@ class PackedSequences(Remembered):
         return cls(batch.input_ids, batch.layout, of_rows, lens, mask, batch.label_style, media=batch.media)
 
     @property
-    def device(self) -> torch.device:
-        """The device of `input_ids` and of all tensors derived from them."""
-        return self.input_ids.device
-
-    @property
     def num_rollouts(self) -> int:
         """N."""
         return len(self._lens)
@@ -112,11 +107,6 @@ class PackedSequences(Remembered):
     def trained_lens(self) -> list[int]:
         """The number of tokens of each rollout that count."""
         return self._trained_lens.tolist()
-
-    @property
-    def position_ids(self) -> torch.Tensor:
-        """[1, T] int64: the position of each token in its own sequence."""
-        return self.layout.position_ids[None]
 
     @cached_property
     @outside_inference_mode
@@ -129,23 +119,6 @@ class PackedSequences(Remembered):
     def targets(self) -> torch.Tensor:
         """[M] int64: the trained tokens, in the order of their rows."""
         return self.input_ids[0].index_select(0, torch.from_numpy(self._trained).to(self.device))
-
-    @cached_property
-    @outside_inference_mode
-    def labels(self) -> torch.Tensor:
-        """[1, T] int64: `labels[0, t]` is the trained token that row t predicts, -100 where it predicts none.
-
-        Raises:
-            ValueError: in the gather style, where a row predicts the first token of every branch behind it.
-        """
-        if self.label_style == "gather":
-            raise ValueError(
-                "labels needs sequences packed with labels='roll', these have labels='gather', where one row predicts "
-                "the first token of every branch; use predict_rows and targets"
-            )
-        labels = torch.full_like(self.input_ids, IGNORED)
-        labels[0, self.predict_rows] = self.targets  # copies of a token have one row before them, and equal labels
-        return labels
 
     def unpack(
         self,
@@ -222,10 +195,6 @@ class PackedSequences(Remembered):
         """
         values = of_packed_rows(values, self.layout)
         return list(_repeated(values, torch.from_numpy(self._rows).to(values.device)).split(self._lens.tolist()))
-
-    def to(self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> PackedSequences:
-        """Copy the batch with its tensors on `device`, None for the present one."""
-        return self._moved(device, non_blocking)
 
     def __repr__(self) -> str:
         return (

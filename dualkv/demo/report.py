@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dualkv.data.files import BYTES
+from dualkv.data.forms import BYTES
 from dualkv.demo.run import DemoResult
 
 
@@ -39,7 +39,7 @@ def render(result: DemoResult) -> RenderableType:
         worst = [max(getattr(update, name) for update in span) for span in ([first], later) if span]
         apart.add_row(text, *(f"{x:.1e}" for x in worst))
     word, style = ("EXACT TO ROUNDING", "bold green") if result.exact else ("DIFFERENT", "bold red")
-    said = [BYTES] if result.unit == "bytes" else []
+    said = [BYTES] if result.unit == "bytes" and settings.rollouts is not None else []
     if other.ratio is not None:
         ratio = "ratio of the first update to old log-probs of the smallest micro-batches, furthest from 1"
         said.append(f"{ratio}: {other.ratio!r}")

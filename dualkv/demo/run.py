@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from dualkv.data.files import File, group_or_samples, load
+from dualkv.data.files import File, load
+from dualkv.data.forms import group_or_samples
 from dualkv.data.pretrained import pretrained
 from dualkv.data.rollouts import draw_rollouts, load_tokenizer, read_rollouts
 from dualkv.demo.settings import DemoSettings
@@ -70,15 +71,11 @@ class DemoResult:
     """The result that `dualkv demo` prints.
 
     Attributes:
-        settings: that made it.
-        device: where it ran, with the number of threads on a CPU.
-        parameters: of the model.
         unit: what is counted: "tokens", or "bytes" of text that no tokenizer has encoded.
         ways: "replicated", then "packed", or "tree" for rollouts of several turns.
         updates: how far the other way was from the replicated one, of each update.
         to_truth: in half precision, how far each way was from float32 in the first update.
-        exact: whether the other way agrees with the replicated one.
-        verdict: the same as a sentence.
+        exact, verdict: whether the other way agrees with the replicated one, and a sentence that says so.
     """
 
     settings: DemoSettings
@@ -114,19 +111,10 @@ def judge(dtype: str, updates: list[Differences], to_truth: dict[str, Difference
 
 
 def run_demo(settings: DemoSettings, track: Track = untracked, file: File | None = None) -> DemoResult:
-    """Runs the updates both ways; see the module's docstring.
+    """Run the updates both ways; `file` is `settings.rollouts`, if :func:`dualkv.data.files.load` has read it already.
 
     Where float32 exceeds its allowance, in the first update no further than BY_ROUNDING, the same updates in float64
     decide: rounding shrinks with the dtype, a mistake does not.
-
-    Args:
-        settings: of the run.
-        track: shows progress.
-        file: `settings.rollouts`, if :func:`dualkv.data.files.load` has read it already.
-
-    Raises:
-        ValueError: settings or rollouts that do not fit.
-        OSError: files that cannot be read.
     """
     if file is None and settings.rollouts is not None:
         file = load(settings.rollouts, group_or_samples)

@@ -23,21 +23,12 @@ class DemoSettings:
     """The settings of `dualkv demo`; its options have the same names, and on a GPU other defaults (:data:`ON_CUDA`).
 
     Attributes:
-        model: a named configuration (random weights), the name of a package's weights, a local folder or a GGUF file.
-        rollouts: JSON-lines file; None: drawn, pieces of text with random rewards.
-        tokenizer: local folder of a Hugging Face tokenizer; None: the package's, or bytes.
-        steps: optimizer updates, all on the same rollouts.
         groups, prompt_len, responses, response_len: of drawn rollouts: prompts, tokens of each, responses a prompt,
             tokens of a response.
         turns: of drawn rollouts; with more than one, turns of `response_len` tokens with as many of an environment in
             between, which do not count; rollouts branch at every turn.
-        budget: rows of a micro-batch, for all ways; None: those of the largest group with its prompt replicated.
-        dtype: of weights and computation.
-        device: None: CUDA where there is one.
-        seed: of weights and drawn rollouts.
         batch_invariant: log-probs of the packed ways have equal bits in all micro-batches; their old log-probs come
             from the smallest ones, and the first update says its ratio to them.
-        gradient_checkpointing: layers are recomputed in the backward.
 
     Raises:
         ValueError: a dtype or device that is not there.

@@ -40,7 +40,6 @@ class Way:
 
     Attributes:
         tokens: rows that the model computes for one pass over the rollouts.
-        micro_batches: of an update.
         seconds: by phase, over all updates: "packing" (making micro-batches), "old log-probs", "forward", "backward",
             "optimizer".
         peak_bytes: of all phases, above the weights; see :class:`PeakMemory`.
@@ -68,9 +67,6 @@ def train(
     Args:
         model: updated in place; the policy that it is at first is also the reference of the KL term.
         way: "replicated", "packed" (prompts) or "tree" (whatever is shared).
-        rollouts: of any number of groups.
-        settings: of which `steps`, `budget` and `batch_invariant` count here.
-        track: shows progress.
 
     Returns:
         The costs, and each update before its optimizer step.

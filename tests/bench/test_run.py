@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 import types
@@ -122,7 +121,6 @@ def test_figures_of_sides_in_turns(no_gpu, monkeypatch):
         assert (result["direction"], result["flops"]) == (direction, flops)
         assert mine["sustained_ms"] == theirs["sustained_ms"] == mine["cold_ms"] == 2.0
         assert mine["sustained_tflops"] == pytest.approx(flops / 2e-3 / 1e12)
-        assert mine["sustained_gbs"] == pytest.approx(workload.bytes(direction) / 2e-3 / 1e9)
         assert [len(side["rounds"]) for side in (mine, theirs)] == [3, 3]
         assert all(r["calls"] >= timing.MIN_CALLS for r in mine["rounds"])
         assert mine["power_w"] == pytest.approx(690.0)
@@ -220,9 +218,7 @@ def test_command_line_without_a_gpu(dualkv_bench, monkeypatch, tmp_path):
     code, out, _ = dualkv_bench("--list")
     assert code == 0
     assert all(name in out for name in NAMED)
-    code, out, _ = dualkv_bench("--list", "-w", "5:2x3", "--prompt-len", 7, "--responses", 3, "--response-len", 2)
-    assert code == 0
-    assert "7:3x2" in out
+    assert "5:2x3" in dualkv_bench("--list", "-w", "5:2x3")[1]
     path = tmp_path / "rollouts.jsonl"
     path.write_text("\n".join(json.dumps(group) for group in ROLLOUTS))
     assert "rollouts.jsonl (bytes) 2/2" in dualkv_bench("--list", "--rollouts", path, "--budget", 13)[1]
@@ -231,7 +227,6 @@ def test_command_line_without_a_gpu(dualkv_bench, monkeypatch, tmp_path):
         (["--head-dim", "84"], "head_dim is 84, expected"),
         (["-s", "cudnn"], "--side is 'cudnn', expected one of dualkv,"),
         (["-d", "fwd,back"], "--direction is 'fwd,back', expected some of fwd,bwd,both"),
-        (["--responses", "3"], "give all three"),
         (["--budget", "3"], "go with --rollouts FILE, which is missing"),
         (["--rollouts", "nowhere.jsonl"], "nowhere.jsonl: No such file"),
         ([], "measures on a CUDA GPU and PyTorch sees none here"),
@@ -260,18 +255,17 @@ def fake_gpu(no_gpu, monkeypatch):
 
 
 def test_a_run(fake_gpu, dualkv_bench, tmp_path):
-    paths = [tmp_path / name for name in ("b.json", "b.md", "b.png")]
     names = ["dualkv", "dualkv-deterministic", "flex", "fa4-3-calls"]
     code, out, err = dualkv_bench(
         "-w", "20:5", "-w", "9:", "--heads", 2, "--kv-heads", 1, "--head-dim", 16, "--seconds", 0.1, "--rounds", 1,
         *(word for name in names for word in ("-s", name)),
-        "--json", paths[0], "--markdown", paths[1], "--plot", paths[2],
+        "--json", tmp_path / "b.json",
     )  # fmt: skip
     assert code == 0, err
     assert "flex was not measured 4 times: NotImplementedError: head_dim 16 is not supported" in err
     assert "fa4-3-calls was not measured 4 times: not installed: pip install --pre flash-attn-4" in err
     assert "own 2.000, + merge 2.000" in out
-    report = json.loads(paths[0].read_text())
+    report = json.loads((tmp_path / "b.json").read_text())
     assert report["schema"] == run.SCHEMA
     assert set(report) == {*run.environment(None), "schema", "settings", "asked", "results"}
     assert report["asked"] == 4
@@ -284,31 +278,19 @@ def test_a_run(fake_gpu, dualkv_bench, tmp_path):
     assert [(r["workload"]["name"], r["direction"]) for r in report["results"]] == [
         (f"20:5 {shape}", "fwd"), (f"20:5 {shape}", "bwd"), (f"9: {shape}", "fwd"), (f"9: {shape}", "bwd"),
     ]  # fmt: skip
-    given = "flops", "bytes", "executed"
     for result in report["results"]:
-        assert set(result) == {*given, "workload", "direction", "reference", "sides", "took_s"}
+        assert set(result) == {"flops", "workload", "direction", "reference", "sides", "took_s"}
         assert set(result["workload"]) == {
             "name", "prompt_lens", "response_lens", "heads", "kv_heads", "head_dim", "dtype", "parent", "tokens",
             "dedup_ratio",
         }  # fmt: skip
         assert set(result["sides"]["dualkv"]) == {
-            "compared_with", "parts", "cold_ms", "cold_tflops", "host_us", "rounds", "sustained_ms",
-            "sustained_tflops", "sustained_gbs", "joules", "sm_clock_mhz", "power_w", "temperature_c",
+            "compared_with", "parts", "cold_ms", "cold_tflops", "rounds", "sustained_ms",
+            "sustained_tflops", "joules", "sm_clock_mhz", "power_w", "temperature_c",
         }  # fmt: skip
         assert set(result["sides"]["flex"]) == {"error"}
         assert ("dualkv-deterministic" in result["sides"]) == (result["direction"] == "bwd")
-    text = paths[1].read_text()
-    assert text.startswith("H200, 1980 MHz at most, held to 700 W; torch ")
-    assert f"9: {shape}, backward: H=2 Hk=1 D=16 bf16, 9 tokens" in text
-    assert len(re.findall(r"^\| dualkv \| 2.000 \|", text, re.MULTILINE)) == 4
-    assert paths[2].read_bytes().startswith(b"\x89PNG")
-
-
-def test_outputs_that_cannot_be_written_fail_before_the_work(fake_gpu, dualkv_bench, tmp_path):
-    for option, name in (("--json", "no/a.json"), ("--markdown", "no/a.md"), ("--plot", "no/a.png"), ("--plot", "a.x")):
-        code, out, err = dualkv_bench("-w", "9:", option, tmp_path / name)
-        assert (code, out) == (1, "")
-        assert name in err
+    assert f"9: {shape}, backward: H=2 Hk=1 D=16 bf16, 9 tokens" in out
 
 
 def test_changed_files_are_said_as_git_says_them(monkeypatch, tmp_path):

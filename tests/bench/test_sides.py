@@ -163,6 +163,13 @@ WINDOWED = {
 }  # fmt: skip
 
 
+def results_of(made, direction, **features):
+    """Compute the output, or the gradients, as DualKV does."""
+    leaves = [x.clone().requires_grad_() for x in (made.q, made.k, made.v)]
+    out = dualkv.attention(*leaves, made.layout, **features)
+    return (out.detach(),) if direction == "fwd" else torch.autograd.grad(out, leaves, made.dout)
+
+
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("name", sides.SIDES)
 @pytest.mark.parametrize("reach", [{}, {"window": 9}, {"chunk": 16}], ids=str)
@@ -172,9 +179,7 @@ def test_every_side_computes_the_same(fake_peers, text, reach, name, direction):
         return
     head_dim_v = 24 if reach else None  # with windows, for no other reason than that fewer sides take both
     made = Fp32Inputs(replace(parse(text).with_shape(heads=4, kv_heads=2, head_dim=16, head_dim_v=head_dim_v), **reach))
-    leaves = [x.clone().requires_grad_() for x in (made.q, made.k, made.v)]
-    out = dualkv.attention(*leaves, made.layout, **reach)
-    expected = (out.detach(),) if direction == "fwd" else torch.autograd.grad(out, leaves, made.dout)
+    expected = results_of(made, direction, **reach)
     with torch.no_grad():
         side = sides.SIDES[name](made, direction)
         assert run.run_checked(side, expected) < 1e-5
@@ -212,9 +217,7 @@ def test_trees_and_caps(fake_peers, name, features, direction):
         "tree", (20,), ((7, 3, 0, 9),), heads=4, kv_heads=2, head_dim=16, parent=(-1, 0, 1, 2, 0), **features
     )
     made = Fp32Inputs(tree)
-    leaves = [x.clone().requires_grad_() for x in (made.q, made.k, made.v)]
-    out = dualkv.attention(*leaves, made.layout, **features)
-    expected = (out.detach(),) if direction == "fwd" else torch.autograd.grad(out, leaves, made.dout)
+    expected = results_of(made, direction, **features)
     with torch.no_grad():
         assert run.run_checked(sides.SIDES[name](made, direction), expected) < 1e-5
 
@@ -231,9 +234,7 @@ def test_flex_beyond_head_dim_256_takes_blocks_that_fit(fake_peers, monkeypatch,
 
     monkeypatch.setattr(flex_attention, "flex_attention", flex)
     made = Fp32Inputs(parse("9:3,2").with_shape(heads=2, kv_heads=1, head_dim=264))
-    leaves = [x.clone().requires_grad_() for x in (made.q, made.k, made.v)]
-    out = dualkv.attention(*leaves, made.layout)
-    expected = (out.detach(),) if direction == "fwd" else torch.autograd.grad(out, leaves, made.dout)
+    expected = results_of(made, direction)
     with torch.no_grad():
         assert run.run_checked(sides.SIDES["flex"](made, direction), expected) < 1e-5
     assert tried[0] == sides.FLEX_WIDE[0]

@@ -39,61 +39,37 @@ def test_models_by_name():
         assert requested([name]), name
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [
-        ("qwen3", {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 96}),
-        ("qwen3_moe", {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}),
-        ("qwen2", {"num_attention_heads": 14, "num_key_value_heads": 2, "hidden_size": 896}),
-        ("llama", {"num_attention_heads": 8, "num_key_value_heads": None, "hidden_size": 512}),
-        ("mistral", {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": None}),
-    ],
-)
-def test_configs_that_transformers_writes(tmp_path, kind, settings):
-    """Heads and head dim as transformers itself reads them."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.AutoConfig.for_model(kind, **settings)
-    config.save_pretrained(tmp_path)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    expected = Heads(config.num_attention_heads, config.num_key_value_heads, head_dim)
+GEMMA4_FULL = Heads(8, 4, 512)
+CONFIGURED = [
+    ("qwen3", {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 96}, Heads(12, 4, 96)),
+    ("qwen2", {"num_attention_heads": 14, "num_key_value_heads": 2, "hidden_size": 896}, Heads(14, 2, 64)),
+    ("llama", {"num_attention_heads": 8, "num_key_value_heads": None, "hidden_size": 512}, Heads(8, 8, 64)),
+    ("mistral", {"head_dim": 64, "sliding_window": None}, Heads(32, 8, 64)),
+    ("mistral", {}, Heads(32, 8, 128, ("window",))),
+    ("gpt_oss", {}, Heads(64, 8, 64, ("window", "sinks"))),
+    ("granite_swa", {}, Heads(20, 4, 128, ("window", "sinks"))),
+    ("gemma2", {}, Heads(8, 4, 256, ("window", "softcap"))),
+    ("gemma3_text", {}, Heads(8, 4, 256, ("window",))),
+    ("gemma4_text", {}, Heads(8, 4, 256, ("window",), None, (GEMMA4_FULL,))),
+    ("olmo3", {}, Heads(32, 32, 128, ("window",))),
+    ("llama4_text", {}, Heads(40, 8, 128, ("window",))),
+    # Hybrids need the kernels of their layers with attention.
+    ("qwen3_next", {}, Heads(16, 2, 256)),
+    ("olmo_hybrid", {}, Heads(30, 30, 128)),
+    ("nemotron_h", {}, Heads(32, 8, 128)),
+    ("granitemoehybrid", {}, Heads(32, 32, 128)),
+    ("minimax", {}, Heads(32, 8, 128)),
+    # Values of another head dim.
+    ("deepseek_v3", {}, Heads(128, 128, 192, (), 128)),
+    ("minicpm3", {}, Heads(40, 40, 96, (), 64)),
+    ("glm4_moe_lite", {}, Heads(20, 20, 256)),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings", "expected"), CONFIGURED)
+def test_heads_of_configs_that_transformers_writes(tmp_path, kind, settings, expected):
+    pytest.importorskip("transformers").AutoConfig.for_model(kind, **settings).save_pretrained(tmp_path)
     assert heads_of(str(tmp_path)) == heads_of(str(tmp_path / "config.json")) == expected
-
-
-def with_defaults(tmp_path, kind):
-    pytest.importorskip("transformers").AutoConfig.for_model(kind).save_pretrained(tmp_path)
-    return heads_of(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("kind", "features"),
-    [
-        ("gpt_oss", ("window", "sinks")),
-        ("granite_swa", ("window", "sinks")),
-        ("gemma2", ("window", "softcap")),
-        ("gemma3_text", ("window",)),
-        ("olmo3", ("window",)),
-        ("mistral", ("window",)),
-        ("llama4_text", ("window",)),
-        ("qwen3", ()),
-    ],
-)
-def test_features_of_configs_that_transformers_writes(tmp_path, kind, features):
-    assert with_defaults(tmp_path, kind).features == features
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("qwen3_5", Heads(16, 4, 256)),
-        ("qwen3_next", Heads(16, 2, 256)),
-        ("olmo_hybrid", Heads(30, 30, 128)),
-        ("nemotron_h", Heads(32, 8, 128)),
-        ("granitemoehybrid", Heads(32, 32, 128)),
-        ("minimax", Heads(32, 8, 128)),
-    ],
-)
-def test_hybrids_need_the_kernels_of_their_attention_layers(tmp_path, kind, expected):
-    assert with_defaults(tmp_path, kind) == expected
 
 
 def test_layer_types_of_older_files(tmp_path):
@@ -108,37 +84,28 @@ def test_layer_types_of_older_files(tmp_path):
 
 def test_layers_of_two_head_dims(tmp_path):
     """Gemma 4 has layers with a window, and layers of full attention."""
-    full = Heads(8, 4, 512)
-    assert with_defaults(tmp_path, "gemma4_text") == Heads(8, 4, 256, ("window",), None, (full,))
+    pytest.importorskip("transformers").AutoConfig.for_model("gemma4_text").save_pretrained(tmp_path)
     found = requested([str(tmp_path)])
     assert {forward_spec("bf16", 512, 2), *backward_specs("bf16", 512).present} <= set(found)
     assert forward_spec("bf16", 256, 2, True, ("window",)) in found
     path = tmp_path / "c.json"
     published = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512}
     path.write_text(json.dumps(published))
-    assert heads_of(str(path)) == Heads(8, 4, 256, (), None, (full,))
+    assert heads_of(str(path)) == Heads(8, 4, 256, (), None, (GEMMA4_FULL,))
     path.write_text(json.dumps({"num_attention_heads": 8, "head_dim": 256, "global_head_dim": 520}))
     with pytest.raises(ValueError, match=r"asks for layers of head dim 520, which dualkv does not compute"):
         heads_of(str(path))
 
 
-@pytest.mark.parametrize(
-    ("kind", "heads"),
-    [
-        ("deepseek_v3", Heads(128, 128, 192, (), 128)),
-        ("deepseek_v32", Heads(128, 128, 192, (), 128)),
-        ("minicpm3", Heads(40, 40, 96, (), 64)),
-        ("glm4_moe_lite", Heads(20, 20, 256)),
-    ],
-)
-def test_values_of_another_head_dim(tmp_path, kind, heads):
+def test_values_of_another_head_dim(tmp_path):
     """Some have kernels of their own; others are padded, and need the kernels of the larger head dim."""
-    assert with_defaults(tmp_path, kind) == heads
-    pair = (192, 128) if heads.head_dim == 192 else heads.head_dim
+    config = {"num_attention_heads": 8, "head_dim": 192, "v_head_dim": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     found = requested([str(tmp_path)])
-    assert found == requested(head_dims=[pair], gqa=[1])
-    assert found[0] == forward_spec("bf16", heads.head_dim, 1, head_dim_v=heads.head_dim_v)
-    assert (found[0].head_dim_v == 128) == (heads.head_dim == 192)
+    assert found == requested(head_dims=[(192, 128)], gqa=[1])
+    assert found[0] == forward_spec("bf16", 192, 1, head_dim_v=128)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"head_dim": 96, "v_head_dim": 64}))
+    assert requested([str(tmp_path)]) == requested(head_dims=[96], gqa=[1])
     assert requested(head_dims=[(96, 200)], gqa=[4]) == requested(head_dims=[256], gqa=[4])
 
 

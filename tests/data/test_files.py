@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dualkv.bench import trees
-from dualkv.data.files import samples, sequences
+from dualkv.data.forms import samples
 from dualkv.data.rollouts import ByteTokenizer, Rollouts, load_tokenizer, read_rollouts
 
 ASK = [{"role": "system", "content": "Use tools."}, {"role": "user", "content": "What is 2+2?"}]
@@ -191,6 +191,19 @@ def test_files_that_are_compressed_or_documents(tmp_path: Path, monkeypatch: pyt
         assert read_rollouts(name, ByteTokenizer(), 320, rewards=False).group_sizes == [2], name
 
 
+def test_a_folder_is_read_in_the_order_of_its_steps(tmp_path: Path) -> None:
+    """veRL's `rollout_data_dir` has a file for each step, named by its number."""
+    for step in (10, 9, 2):
+        (tmp_path / f"{step}.jsonl").write_text(json.dumps({"input": f"{step}", "output": "a", "score": step}) + "\n")
+    assert read_rollouts(tmp_path, ByteTokenizer(), 320).rewards == [[2.0], [9.0], [10.0]]
+    (tmp_path / "9.jsonl").write_text('{"input": "9"}')
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / '9.jsonl'}:1: expected 'sequences', 'prompt'")):
+        read_rollouts(tmp_path, ByteTokenizer(), 320)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"empty: no \.traj and no \.jsonl files in this folder, expected some"):
+        read_rollouts(tmp_path / "empty", ByteTokenizer(), 320)
+
+
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     """The line of the file is named, also behind blank lines; and a compressed file that was cut."""
     whole = gzip.compress(json.dumps(ROLLOUTS["OpenAI"]).encode() * 50)
@@ -211,6 +224,7 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     [
         ("a.traj", '{\n  "history": [\n}', "a.traj:3: not valid JSON (Expecting value at column 1)"),
         ("a.jsonl", '{\n "history": 1,,\n}', "a.jsonl:2: not valid JSON"),
+        ("a.jsonl", '{"input": "a", "input": "b"}', ":1: an object has the key 'input' more than once, expected it"),
         ("a.json", "[3]", "a.json[0]: expected a JSON object, got a number"),
         ("a.jsonl", '{"messages": [{"role": "user", "content": 5}]}', ":1: 'content' of messages[0] must be text"),
         ("a.jsonl", '{"messages": [{"role": "user"}, "b"]}', "messages[1] must be a message with a 'role', got text"),
@@ -250,6 +264,9 @@ USER = {"role": "user", "content": "b"}
         ({"prompt": "b", "completion": "a", "system_prompt": "c"}, "'system_prompt' is not read beside 'prompt'"),
         ({"prompt": "b", "responses": ["a"], "system": "c"}, "'system' is not read beside 'prompt'"),
         ({"instruction": "c", "input": "b", "output": "a"}, "'instruction' is not read beside 'input'"),
+        ({"sequences": [[1, 2]], "prompt": "b"}, "'sequences' and 'prompt' are both given, expected one of them"),
+        ({"prompt": "b", "input": "c", "output": "a"}, "'prompt' and 'input' are both given, expected one of them"),
+        ({"prompt": "b", "completion": "c", "output": "a"}, "'completion' and 'output' are both given"),
         ({"input_ids": [0, 0, 5], "attention_mask": [0, 0, 1]}, "'attention_mask' has 0"),
         ({"prompt_ids": [0, 5], "attention_mask": [0, 1, 1], "completion_ids": [6]}, "'attention_mask' has 0"),
     ],
@@ -257,7 +274,7 @@ USER = {"role": "user", "content": "b"}
 def test_parts_that_would_not_count_are_refused(line: dict[str, Any], says: str) -> None:
     """A part of a rollout under a key that is not read, and padding, would make every figure wrong."""
     with pytest.raises(ValueError, match=re.escape(says)):
-        sequences(line, ByteTokenizer())
+        samples(line, ByteTokenizer())
 
 
 def test_what_stays_beside_rollouts() -> None:
@@ -267,7 +284,7 @@ def test_what_stays_beside_rollouts() -> None:
         {"messages": [*ASK, *TURNS[:2]], "output": "cut off", "attention_mask": None},
         {"input_ids": [5, 6], "attention_mask": [1, 1], "instruction": "Add."},
     ):
-        assert sequences(line, ByteTokenizer())[0]
+        assert samples(line, ByteTokenizer())
 
 
 def test_bytes_of_messages_have_all_that_the_policy_wrote() -> None:
@@ -275,7 +292,7 @@ def test_bytes_of_messages_have_all_that_the_policy_wrote() -> None:
     plain = len(ByteTokenizer().render([{"role": "assistant", "content": "a"}]))
     for name in ("reasoning", "reasoning_content", "function_call"):
         line = {"messages": [{"role": "assistant", "content": "a", name: "thought"}]}
-        assert len(sequences(line, ByteTokenizer())[0][0]) >= plain + len("thought"), name
+        assert len(samples(line, ByteTokenizer())[0].tokens) >= plain + len("thought"), name
 
 
 TEMPLATE = (

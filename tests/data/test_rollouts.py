@@ -106,6 +106,7 @@ def test_reads_rollouts_of_several_turns(tmp_path: Path) -> None:
         ({"sequences": [[5, 6, 7, 8], [6, 6, 9], [5, 6]]}, "sequences[0] and sequences[1] differ in their first token"),
         ({"sequences": [[5, 6, 7, 8], [5, 6, 320], [5, 6]]}, "sequences[1][2] is token 320, outside the model's"),
         ({"sequences": ["text", [5, 6, 9], [5, 6]]}, "'sequences[0]' must be a list of token ids, got text"),
+        ({"sequences": [[5, 6, 7, 8], [], [5, 6]]}, "sequences[1] is empty, expected at least one token"),
         ({"sequences": [], "rewards": []}, "'sequences' is empty, expected at least one sequence"),
         ({"rewards": [1]}, "1 rewards for 3 sequences, expected one a sequence"),
     ],

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from dualkv.demo.run import DRIFT, TOLERANCE, Differences, judge, run_demo
 from dualkv.demo.settings import DemoSettings
 from dualkv.demo.update import GRPO, train
 from dualkv.integrations.transformers import batches, heads
-from dualkv.layout import Layout
 from dualkv.models import load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread", "smaller_tiny")
@@ -137,50 +135,18 @@ def test_ratios_to_other_micro_batches_are_one(monkeypatch: pytest.MonkeyPatch) 
 
 
 # ---------------------------------------------------------------------- that a mistake shows
-def wrong_positions(batch: PackedBatch) -> PackedBatch:
-    """Every response as if it followed the one before it."""
-    lens = [(p, *r) for p, r in zip(batch.layout.prompt_lens, batch.layout.response_lens, strict=True)]
-    chains = [[-1, *range(len(r) - 1)] for r in lens]
-    shifts = [sum(len(r) for r in lens[:i]) for i in range(len(lens))]
-    parent = [p if p < 0 else p + s for chain, s in zip(chains, shifts, strict=True) for p in chain]
-    layout = Layout.from_segments(batch.layout.offsets, parent)
-    return PackedBatch(batch.input_ids, layout, batch.label_style, batch.order, batch.padded_width)
-
-
-def wrong_token(batch: PackedBatch) -> PackedBatch:
-    ids = batch.input_ids.clone()
-    ids[0, 3] = (ids[0, 3] + 1) % 257
-    return PackedBatch(ids, batch.layout, batch.label_style, batch.order, batch.padded_width)
-
-
-@pytest.mark.parametrize("spoil", [wrong_positions, wrong_token])
-def test_a_wrong_batch_is_not_exact(monkeypatch: pytest.MonkeyPatch, spoil: Callable[..., PackedBatch]) -> None:
+def test_a_wrong_token_is_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     right = batches.pack
-    monkeypatch.setattr(batches, "pack", lambda *args: spoil(right(*args)))
+
+    def wrong(*args: Any) -> PackedBatch:
+        batch = right(*args)
+        batch.input_ids[0, 3] = (batch.input_ids[0, 3] + 1) % 257
+        return batch
+
+    monkeypatch.setattr(batches, "pack", wrong)
     result = run_demo(DemoSettings(**ONCE))
     assert not result.exact
     assert "float64" not in result.verdict, "nothing to decide"
-
-
-def test_a_wrong_mask_or_advantage_of_a_tree_is_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = batches.pack_sequences
-
-    def later(sequences: Any, masks: Any, **kwargs: Any) -> Any:
-        """Count another token instead, as many of them."""
-        first = masks[0].clone()
-        first[int(first.int().argmax())], first[-8] = False, True
-        return right(sequences, [first, *masks[1:]], **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(batches, "pack_sequences", later)
-        assert not run_demo(DemoSettings(**TURNS | {"steps": 1})).exact
-
-    def swapped(*args: Any) -> Any:
-        """Values of one rollout take the advantages of another."""
-        return [dataclasses.replace(b, places=b.places.roll(15)) for b in batches.tree_batches(*args)]
-
-    monkeypatch.setitem(batches.WAYS, "tree", swapped)
-    assert not run_demo(DemoSettings(**TURNS | {"steps": 1})).exact
 
 
 def test_drift_beyond_the_allowance_is_settled_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:

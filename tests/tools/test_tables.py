@@ -9,9 +9,9 @@ import shlex
 
 import pytest
 
-from dualkv.bench import command
+from dualkv.bench import sides
 from dualkv.bench.run import SCHEMA
-from dualkv.bench.workloads import parse
+from dualkv.bench.workloads import directions, parse
 from tools import filed, tables
 from tools.bench import attention
 from tools.bench.record import NO_MEMORY, runs_of
@@ -54,8 +54,8 @@ def test_benchmarks_are_those_of_the_commands(name):
     """All of what the command asks for, or the part that was recorded."""
     made, options = filed.read(attention.RESULTS / f"{name}.json"), options_of(name)
     assert made["schema"] == SCHEMA
-    assert set(made["settings"]["sides"]) <= set(command.sides(options["-s"]))
-    asked = [(workload, direction) for workload in options["-w"] for direction in command.directions(*options["-d"])]
+    assert set(made["settings"]["sides"]) <= set(sides.chosen(options["-s"]))
+    asked = [(workload, direction) for workload in options["-w"] for direction in directions(*options["-d"])]
     assert [(r["workload"]["name"], r["direction"]) for r in made["results"]] == asked[: len(made["results"])]
     for result in made["results"]:  # lengths are not recorded: the name gives them
         workload = parse(result["workload"]["name"])
@@ -73,10 +73,10 @@ def test_cudnn_is_asked_for_wherever_another_peer_is():
     beside = {True: set(), False: set()}
     for name in attention.RECORDS:
         options = options_of(name)
-        directions = command.directions(*options["-d"])
+        pairs = list(itertools.product(options["-w"], directions(*options["-d"])))
         for side in options["-s"]:
             if not side.startswith(("dualkv", "torch")):
-                beside[side == "cudnn-intervals"].update(itertools.product(options["-w"], directions))
+                beside[side == "cudnn-intervals"].update(pairs)
     without = {max(parse(workload).head_dims) for workload, _ in beside[False] - beside[True]}
     assert without == {512}
 

@@ -65,7 +65,7 @@ _ALL = _options("-s", sorted(SIDES, key=lambda name: name in _LAST and 1 + _LAST
 _TURNS, _SHORT_TURNS, _FEATURE_TURNS = "--seconds 2 --rounds 3", "--seconds 1 --rounds 2", "--seconds 2 --rounds 2"
 
 LENGTHS = "prompt_lens", "response_lens", "parent"  # of a workload
-FIELDS = "direction", "flops", "bytes", "executed"  # of a result
+FIELDS = "direction", "flops"  # of a result
 OF_A_SIDE = (
     "error", "difference", "parts", "cold_ms", "rounds", "sustained_ms", "sustained_tflops", "joules", "power_w",
     "sm_clock_mhz", "speed_against_reference",

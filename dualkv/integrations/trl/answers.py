@@ -23,7 +23,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from dualkv.data.gain import MIN_SHARED
 from dualkv.data.memory import Memory
-from dualkv.data.packing import IGNORED
+from dualkv.data.rows import IGNORED
 from dualkv.data.trees import NOTICE, pack_sequences
 from dualkv.integrations import patching
 from dualkv.integrations.metrics import count_rows

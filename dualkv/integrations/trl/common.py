@@ -21,9 +21,10 @@ from dualkv.branches import Branch
 from dualkv.data.gain import MIN_SHARED, pays_over
 from dualkv.data.media import SequenceMedia
 from dualkv.data.memory import Memory, RowCosts
-from dualkv.data.packing import IGNORED, PackedBatch, pack_padded
+from dualkv.data.packing import PackedBatch, pack_padded
 from dualkv.data.parts import TreePart, plan_parts
 from dualkv.data.planning import arrange
+from dualkv.data.rows import IGNORED
 from dualkv.data.trees import PackedSequences, begins_of_spans, pack_tree, tree_of
 from dualkv.integrations import patching
 from dualkv.integrations.patching import Changes

@@ -17,7 +17,6 @@ from codegen.tiles import (
 )
 from cute_kernels.abi import PathFields as items
 from dualkv import Layout
-from dualkv.bench.executed import forward_pairs
 from dualkv.ops.features import Window
 from dualkv.ops.plan.paths import NEAR_ROWS, first_keys, path_work
 from tests.ops.plan.walked import below_a_path, lengths, of, rule
@@ -239,12 +238,12 @@ def test_trees_pay_for_what_they_see():
     ids=str,
 )
 def test_tiles_skip_what_windows_hide(layout, head_dim, heads, window, at_most):
-    """The bounds are executed over useful products: by whole tiles, and by what each part of a tile walks."""
+    """The bounds are executed over useful products, by whole tiles."""
     seg, tile = of(Layout.from_lengths(*layout)), forward_tile(head_dim, ["window"], window.short)
     work = path_work(seg, tile.tokens(heads), tile.tile_n, window, tile.parts)
     executed = tile.tokens(heads) * tile.tile_n * int(work.items[:, items.BLOCKS].sum())
     useful = int((seg.position - window.lowest(seg.position) + 1).sum())
-    assert useful <= forward_pairs(work, tile, heads) * (64 // heads * heads / 64) <= executed <= at_most * useful
+    assert useful <= executed <= at_most * useful
 
 
 def test_empty_layouts():

@@ -10,7 +10,6 @@ from cute_kernels.abi import BackwardFields as items
 from cute_kernels.abi import BlockFields as fields
 from cute_kernels.abi import part_rows
 from dualkv import Layout
-from dualkv.bench.executed import backward_pairs
 from dualkv.ops.features import Window
 from dualkv.ops.plan.windowed import windowed_work
 from tests.ops.plan.walked import (
@@ -159,6 +158,4 @@ def useful(seg, window):
 def test_little_is_computed_besides_what_is_visible(prompt, responses, head_dim, size, heads, most):
     seg, window, tile = segments([prompt], [[2048] * responses]), Window(size), backward_tile(head_dim)
     plan = windowed_work(seg, window, tile, heads, 8, 132)
-    done = executed(tile, plan)
-    assert done <= most * useful(seg, window)
-    assert backward_pairs(plan, tile) == pytest.approx(done)
+    assert executed(tile, plan) <= most * useful(seg, window)
