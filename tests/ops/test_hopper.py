@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from codegen import store
 from codegen.spec import GRADIENTS, backward_specs, forward_spec
-from codegen.tiles import FEW_KEYS_COST, FEW_KEYS_ROWS, FEW_KEYS_WALK, forward_tile
 from cute_kernels.abi import LOCKS, STAT_COLUMNS, BackwardFields
 from cute_kernels.abi import ForwardFields as items
 from dualkv import Layout
@@ -215,20 +214,9 @@ def test_layouts_whose_rows_see_few_keys(lengths, kv_heads, few):
     assert not hopper.few_keys_backward(seg, kv_heads, Window(chunk=10**6))
 
 
-def test_where_few_keys_begin_and_end():
-    for rows in (FEW_KEYS_ROWS // 8 - 1, FEW_KEYS_ROWS // 8):
-        seg = segments(Layout.from_lengths([1] * rows, [[]] * rows))
-        assert hopper.few_keys_backward(seg, 8, None) == (rows * 8 == FEW_KEYS_ROWS)
-    found = []
-    for length in range(1280, 8000, 1280):  # blocks of 80 rows begin with the segment
-        of_two, alone = (sum(-(-(length - key) // 80) for key in range(0, length, keys)) for keys in (256, 128))
-        seg = segments(Layout.from_lengths([length] * 64, [[]] * 64))
-        assert hopper.few_keys_backward(seg, 8, None) == (2 * of_two >= FEW_KEYS_WALK * alone)
-        found.append(hopper.few_keys_backward(seg, 8, None))
-    assert set(found) == {False, True}
-    for leaves, few in ((10, True), (1000, False)):
-        tree = Layout.from_segments(*binary_tree(5, 3000, leaves))
-        assert hopper.few_keys_backward(segments(tree), 64, None) == few
+@pytest.mark.parametrize(("leaves", "few"), [(10, True), (1000, False)])
+def test_trees_whose_rows_see_few_keys(leaves, few):
+    assert hopper.few_keys_backward(segments(Layout.from_segments(*binary_tree(5, 3000, leaves))), 64, None) == few
 
 
 @pytest.mark.parametrize("gradients", ["qkv", "q", "kv"])
@@ -261,17 +249,6 @@ def test_the_backward_of_few_keys_has_a_tile_of_its_own(launches, monkeypatch, h
             assert called["bwd"][8].numel() == made.num_partials * tile.partial_floats(*specs.main.head_dims)
     kinds = [backward_specs("bf16", head_dim, deterministic, gradients, few_keys=few) for few in (False, True)]
     assert len(launches.loaded) == sum(len(specs.present) for specs in kinds)
-
-
-def test_windows_and_softcapping_keep_their_tile_where_rows_see_few_keys(launches, monkeypatch):
-    monkeypatch.setattr(hopper, "FEW_KEYS_ROWS", 0)
-    layout = Layout.from_lengths([300], [[77, 200]])
-    inputs = random_backward(layout.num_tokens, 4, 2, 128)
-    for features in (Features(window=40), Features(softcap=30.0)):
-        launches.clear()
-        hopper.backward(*inputs, segments(layout), 0.1, features)
-        assert launches[1][0] == backward_specs("bf16", 128, features=features.names).main
-        assert launches[1][0].tile.cluster == 2
 
 
 @pytest.mark.parametrize(
@@ -312,39 +289,6 @@ def test_the_forward_of_few_keys_has_a_kernel_and_a_plan_of_its_own(launches, mo
         expected = plan_forward.forward_work(seg, spec.tile.tokens(2), spec.tile.tile_n)
         assert np.array_equal(arguments[5].numpy(), expected)
     assert len(launches.loaded) == 2
-
-
-def test_trees_windows_and_softcapping_keep_their_forward_where_clusters_see_other_keys(launches, monkeypatch):
-    monkeypatch.setattr(hopper, "FEW_KEYS_ROWS", 0)
-    monkeypatch.setattr(hopper, "FEW_KEYS_COST", 0)
-    two, three = Layout.from_lengths([300], [[77, 200]]), Layout.from_segments([0, 300, 377, 577], [-1, 0, 1])
-    for layout, features in (
-        (two, Features()),
-        (two, Features(window=40)),
-        (two, Features(softcap=30.0)),
-        (three, Features()),
-    ):
-        launches.clear()
-        hopper.forward(*random_inputs(layout.num_tokens, 4, 2, 128), segments(layout), 0.1, features)
-        alone = layout is two and not features.names
-        assert launches[0][0].tile == forward_tile(128, features.names, few_keys=alone)
-    assert forward_tile(128, few_keys=True) != forward_tile(128)
-
-
-def test_where_few_keys_of_forwards_begin():
-    """The choice follows from the walk of each tile's CTAs in a plan, with clusters and without."""
-    for length in (100, 400, 700, 1000, 1300, 2000, 3000):
-        seg = segments(Layout.from_lengths([length] * 64, [[length // 2] * 8] * 64))
-        cost = {
-            tile.cluster: plan_forward.tile_cost(
-                plan_forward.forward_work(seg, tile.tokens(2), tile.tile_n), tile.tile_n
-            ).sum() * tile.cluster
-            for tile in (forward_tile(128), forward_tile(128, few_keys=True))
-        }  # fmt: skip
-        assert hopper.few_keys_forward(seg, 128, 2, 8) == (cost[2] >= FEW_KEYS_COST * cost[1])
-    for rows in (FEW_KEYS_ROWS // 8 - 2, FEW_KEYS_ROWS // 8):
-        seg = segments(Layout.from_lengths([1] * (rows // 2), [[1]] * (rows // 2)))
-        assert hopper.few_keys_forward(seg, 128, 1, 8) == (rows * 8 == FEW_KEYS_ROWS)
 
 
 @pytest.mark.parametrize("per_kv", range(1, 25))
@@ -556,19 +500,6 @@ def test_the_ops_run_the_kernels_where_they_serve(launches, monkeypatch, determi
     assert_same(forward[3:5], got)
     assert_same((before[0], before[1], before[2], backward[3]), (out, dout, lse, dout))
     assert_same((after[2], *backward[5:7]), grads[:3])
-
-
-def test_reasons_why_no_kernel_serves():
-    q = torch.zeros(6, 2, 64, dtype=torch.bfloat16)
-    assert hopper.unsupported(q) == "cpu devices"
-    assert hopper.unsupported(q.float()) == "torch.float32 inputs"
-
-
-def test_other_gpus_are_named(monkeypatch):
-    for capability in ((8, 0), (9, 0), (10, 0)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
-        reason = hopper.device_unsupported.__wrapped__(torch.device("cuda:0"))
-        assert reason == (None if capability == (9, 0) else f"compute capability {capability[0]}.0")
 
 
 def test_forward_tiles_are_kept_apart_by_what_their_tables_hold(launches):
