@@ -13,22 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.codegen import stand_in
+
 ROOT = Path(__file__).parents[2]
 UMASKS = (0o000, 0o077)  # 022 is the one of all other tests
-PIP = """
-import importlib.metadata, os, shutil, sys
-from pathlib import Path
-target = Path(sys.argv[sys.argv.index("--target") + 1])
-for requirement in sys.argv[sys.argv.index(":all:") + 1 :]:
-    for file in importlib.metadata.files(requirement.partition("==")[0]):
-        here, there = Path(file.locate()), target / file
-        if here.exists() and not there.exists() and there.resolve().is_relative_to(target.resolve()):
-            there.parent.mkdir(parents=True, exist_ok=True)
-            if here.stat().st_size > 2**16:
-                there.symlink_to(here.resolve())
-            else:
-                shutil.copyfile(here, there)
-"""
 PROGRAM = """
 import os, shutil, sys
 from importlib.metadata import version
@@ -71,9 +59,9 @@ assert toolchain.install() == toolchain.found()
 def test_what_is_written_is_loaded_whatever_the_umask(tmp_path, umask):
     work = tmp_path / "work"
     work.mkdir()
-    (work / "pip.py").write_text(PIP)
+    (work / "pip.py").write_text(stand_in.PIP)
     ours = {name: value for name, value in os.environ.items() if not name.startswith("DUALKV_")}
-    ours |= {"DUALKV_CACHE_DIR": str(work / "home" / "cache" / "dualkv"), "PYTHONPATH": str(ROOT)}
+    ours |= {"DUALKV_CACHE_DIR": str(work / "home" / "cache" / "dualkv"), "PYTHONPATH": str(ROOT), "PIP_COPIES": "1"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=work, env=ours, umask=umask, capture_output=True, text=True
     )
