@@ -14,19 +14,14 @@ from dualkv import Layout
 from dualkv.ops import hopper
 from tests import oracle
 from tests.fuzz.case import poisoned
+from tests.gpu.test_forward import LAYOUTS as FORWARDS
 from tests.gpu.test_forward import many_groups, more_than_2_to_the_31
 
 BF16, FP16 = torch.bfloat16, torch.float16
 LAYOUTS = {
-    "one group": Layout.from_lengths([300], [[77, 128, 1, 200]]),
-    "ragged groups": Layout.from_lengths(
-        [0, 1, 129, 200, 64, 37], [[5, 70], [1, 1, 1], [], [100, 0, 300, 17], [64] * 5, [3] * 20]
-    ),
-    "one token": Layout.from_lengths([1], [[]]),
+    **{name: FORWARDS[name] for name in ("one group", "ragged groups", "one token", "aligned", "many groups")},
     "two tokens": Layout.from_lengths([1], [[1]]),
     "short responses share key blocks": Layout.from_lengths([200], [[9] * 40]),
-    "aligned": Layout.from_lengths([512], [[256, 128, 384]]),
-    "many groups": Layout.from_lengths([16] * 60, [[3, 1, 9]] * 60),
     "no responses": Layout.from_lengths([700, 3, 260], [[], [0, 0], []]),
 }
 SPLIT = Layout.from_lengths([600], [[500, 433, 477]])  # at 8 heads and 1 KV head: few key blocks for the device
