@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from codegen import store
 from codegen.spec import GRADIENTS, backward_specs, forward_spec
 from cute_kernels.abi import LOCKS, STAT_COLUMNS, BackwardFields
-from cute_kernels.abi import ForwardFields as items
 from dualkv import Layout
 from dualkv.ops import dispatch, hopper, tensors
 from dualkv.ops.features import Features, Window
@@ -384,37 +383,31 @@ def test_gradients_that_the_kernels_cannot_read_are_copied(launches):
     assert torch.equal(copied_lse, lse)
 
 
-def test_the_kernel_gets_the_plan_and_fresh_outputs(launches):
-    layout = Layout.from_lengths([300, 0], [[77, 1, 200], [5]])
+@pytest.mark.parametrize(
+    "layout",
+    [Layout.from_lengths([300, 0], [[77, 1, 200], [5]]), Layout.from_segments([0, 300, 377, 378, 500], [-1, 0, 1, 0])],
+    ids=["groups", "tree"],
+)
+def test_the_kernel_gets_the_plan_and_fresh_outputs(launches, layout):
+    """Trees have a kernel and a plan of their own."""
     q, k, v = random_inputs(layout.num_tokens, 8, 2, 96, torch.float16)
-    out, lse = hopper.forward(q, k, v, segments(layout), 0.1)
+    seg, trees = segments(layout), layout.depth > 2
+    out, lse = hopper.forward(q, k, v, seg, 0.1)
     ((spec, arguments),) = launches
-    assert spec == forward_spec("fp16", 96, 4)
-    assert all(a is b for a, b in zip(arguments[:3], (q, k, v), strict=True)), "no copies"
-    assert arguments[3] is out
-    assert arguments[4] is lse
+    assert spec == forward_spec("fp16", 96, 4, trees)
+    assert all(a is b for a, b in zip(arguments[:5], (q, k, v, out, lse), strict=True)), "no copies"
     assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, (8, layout.num_tokens), torch.float32)
-    work, items_of_clusters, begin, scale, sms = arguments[5:]
-    expected = plan_forward.forward_work(segments(layout), spec.tile.tokens(4), spec.tile.tile_n)
-    assert np.array_equal(work.numpy(), expected)
-    assert work.shape[1] == items.NUM_FIELDS
+    work, items_of_clusters, *tables, scale, sms = arguments[5:]
+    tile = spec.tile.tokens(4), spec.tile.tile_n
+    if trees:
+        expected = plan_paths.path_work(seg, *tile, None, spec.tile.parts)
+        wanted = expected.items, expected.regions, np.append(seg.visible_end, [0] * spec.tile.tile_n)
+    else:
+        wanted = plan_forward.forward_work(seg, *tile), plan_forward.segment_begin(seg)
+    for table, array in zip((work, *tables), wanted, strict=True):
+        assert table.dtype == torch.int32
+        assert np.array_equal(table, array)
     assert sorted(items_of_clusters.tolist()) == [[tile, head] for tile in range(len(work)) for head in (0, 4)]
-    assert begin.tolist() == plan_forward.segment_begin(segments(layout)).tolist()
-    assert (scale, sms) == (0.1, 132)
-
-
-def test_trees_have_a_kernel_and_a_plan_of_their_own(launches):
-    layout = Layout.from_segments([0, 300, 377, 378, 500], [-1, 0, 1, 0])
-    hopper.forward(*random_inputs(layout.num_tokens, 8, 2, 96, torch.float16), segments(layout), 0.1)
-    ((spec, arguments),) = launches
-    assert spec == forward_spec("fp16", 96, 4, trees=True)
-    work, items_of_clusters, regions, visible_end, scale, sms = arguments[5:]
-    expected = plan_paths.path_work(segments(layout), spec.tile.tokens(4), spec.tile.tile_n, None, spec.tile.parts)
-    assert np.array_equal(work.numpy(), expected.items)
-    assert sorted(items_of_clusters.tolist()) == [[tile, head] for tile in range(len(work)) for head in (0, 4)]
-    assert np.array_equal(regions.numpy(), expected.regions)
-    assert visible_end.tolist() == segments(layout).visible_end.tolist() + [0] * spec.tile.tile_n
-    assert visible_end.dtype == torch.int32
     assert (scale, sms) == (0.1, 132)
 
 
