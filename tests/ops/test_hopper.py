@@ -90,7 +90,7 @@ groups = st.lists(st.tuples(st.integers(0, 200), st.lists(st.integers(0, 200), m
 SPLIT = [(1500, [100] * 3)]  # 34 query heads of one KV head: key blocks whose queries are split
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(groups)
 def test_one_kernel_serves_every_length(launches, lens):
     """Each shape of heads loads one kernel over all examples together, whatever the batch."""
@@ -102,7 +102,7 @@ def test_one_kernel_serves_every_length(launches, lens):
     assert len(launches.loaded) == len({(4, 64), (6, 48), (17, 128)})
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(groups, st.booleans(), st.sampled_from(GRADIENTS))
 @example(SPLIT, False, "qkv")
 @example(SPLIT, True, "qkv")

@@ -126,7 +126,7 @@ def check_waits(tile, plan):
 @example(segments([900, 700, 1], [[200, 100], [33], []]), backward_tile(256), 8, 2, 8, True, 1)
 @example(segments([900, 0], [[200, 100], [1]]), backward_tile(256), 8, 2, 8, True, 1)
 def test_items_cover_each_visible_pair_once(seg, tile, ratio, kv_heads, num_sms, deterministic, stagger):
-    """With a stagger of 1, long prompts are cut in a fixed order too."""
+    """Long prompts are cut in a fixed order too, here with a stagger of 1."""
     with mock.patch.object(backward, "STAGGER", stagger):
         plan = backward_work(seg, tile, ratio * kv_heads, kv_heads, num_sms, deterministic)
     check(seg, tile, plan, ratio * kv_heads, kv_heads, deterministic)
