@@ -82,7 +82,7 @@ def calls(draw):
     return [(context if kind != "responses" and i == 0 else 0) + r for i, r in enumerate(k_lens)], context, k_lens
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(calls(), st.booleans(), st.sampled_from(list(BOUND)), st.sampled_from([(1, 1), (4, 4), (6, 2)]))
 def test_any_alignment(lens, causal, dtype, heads):
     check(*lens, causal, dtype, heads=heads[0], kv_heads=heads[1], head_dim=8, dv=16)
