@@ -61,6 +61,28 @@ def wait_for(happened, seconds=900.0):
         time.sleep(0.01)
 
 
+def test_fork_after_import_and_after_use(compiles, monkeypatch):
+    """Children use what the parent has, and add to the same cache."""
+    said = output(
+        start(
+            """
+store.open_entry = lambda path, spec: path.name
+mine = store.load(SPEC)
+child = os.fork()
+if child == 0:
+    assert store.load(SPEC) is mine
+    store.load(forward_spec("fp16", 128, 4))
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+store.load(forward_spec("fp16", 128, 4))
+print(len(stand_in.compiles()), dict(store.counts))
+""",
+            STAND_IN_SECONDS="0",
+        )
+    )
+    assert said.strip() == "2 {'compiled': 1, 'cache': 1}"
+
+
 # ---------------------------------------------------------------- processes
 def test_eight_processes_ask_at_once_and_one_compiles(compiles, tmp_path):
     program = """

@@ -514,11 +514,17 @@ def _attention(case):
     return call, want, set() if case.dtype in ("fp32", "fp64") else exact
 
 
+def compat_inputs(case):
+    """q, keys and values of the context and of sequences; dout"""
+    context, *own = case.lengths
+    rows = context, context, sum(own), sum(own)
+    return inputs(case, (sum(case.q_lens), case.heads), *[(n, case.kv_heads) for n in rows])
+
+
 def _compat_call(case):
     context, *own = case.lengths
     q_lens = list(case.q_lens)
-    rows = context, context, sum(own), sum(own)
-    tensors, dout = inputs(case, (sum(q_lens), case.heads), *[(n, case.kv_heads) for n in rows])
+    tensors, dout = compat_inputs(case)
     leaves = [x.detach().requires_grad_() for x in tensors]
     cu = [torch.tensor([0, *np.cumsum(x).tolist()], dtype=torch.int32, device=case.device) for x in (q_lens, own)]
 

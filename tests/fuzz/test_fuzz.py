@@ -22,11 +22,14 @@ from tests.fuzz.case import (
     Case,
     NoMemory,
     WrongResult,
+    compat_inputs,
+    compat_mask,
     here,
     inputs,
     reduce,
     run,
     seeded,
+    segment_mask,
 )
 from tools import filed
 
@@ -115,6 +118,61 @@ def test_a_clean_run_says_what_it_tried(monkeypatch, tmp_path, capsys):
     assert record["failed"] == 0
     assert record["tried"]["cases"] == 5
     assert record["versions"]["torch"] == importlib.metadata.version("torch")
+
+
+def test_the_bound_of_dS_that_is_scaled_before_it_is_rounded():
+    """The bound allows for dS that is scaled before it is rounded, as in PyTorch's memory-efficient attention. This
+    case once failed on a GPU."""
+    case = replace(seeded("h3", 1200, "cuda"), device="cpu")
+    assert (case.dtype, case.causal, case.kv_heads) == ("fp16", False, case.heads)
+    context, *own = case.lengths
+    mask, largest = torch.from_numpy(compat_mask(context, own, list(case.q_lens), False)), 0.0
+    for seed in range(1, 5):
+        (q, kc, vc, kd, vd), dout = compat_inputs(replace(case, seed=seed))
+        k, v = torch.cat([kc, kd]), torch.cat([vc, vd])
+        x, y, z, g = [x.float().transpose(0, 1) for x in (q, k, v, dout)]
+        p = (x @ y.mT * case.scale).masked_fill(~mask, -torch.inf).softmax(-1).half().float()
+        ds = p * (g @ z.mT - (g * (p @ z).half().float()).sum(-1, keepdim=True))
+        before, after = (ds * case.scale).half().float(), ds.half().float() * case.scale
+        scaled_first, scaled_last = ((r.mT @ x).half().transpose(0, 1) for r in (before, after))
+        wants = [dense.attention(q, k, v, mask, case.scale, dout, 4.0, scaled_dS=s)["dk"] for s in (False, True)]
+        largest = max(largest, wants[0].ratio(scaled_first))
+        assert wants[1].ratio(scaled_first) <= 1
+        assert wants[0].ratio(scaled_last) <= 0.5
+    assert largest > 1, "the other bound is too tight for it"
+
+
+@pytest.mark.parametrize("name", ["one-key", "large-scores"])
+def test_the_bound_of_dq_with_a_cap_in_fp16(name):
+    """The backward rounds P times the slope of the cap, which may be subnormal. These cases once failed on a GPU."""
+    case = replace(Case.from_json((fuzz.CASES / f"cuda-fp16-capped-{name}.json").read_text()), device="cpu")
+    largest = torch.zeros(2)
+    for seed in range(20):
+        for coarser in (False, True):
+            dq, want = dq_with_a_cap(replace(case, seed=seed), 64.0 if coarser else 1.0)
+            largest[int(coarser)] = max(largest[int(coarser)], want.ratio(dq))
+    assert largest[0] <= 1
+    assert largest[1] > 1, "the bound is too wide to see steps 64 times as wide"
+
+
+def dq_with_a_cap(case, coarser):
+    """dq [T, H, D] fp16 as the kernels round it, but for sums; P times the slope to fp16 of numbers `coarser` times
+    smaller. And what it should be."""
+    (q, k, v), dout = inputs(case, (sum(case.lengths), case.heads), *[(sum(case.lengths), case.kv_heads)] * 2)
+    sinks = None if case.sinks is None else torch.full((case.heads,), case.sinks)
+    mask = torch.from_numpy(segment_mask(case.lengths, case.parent))
+    scale = case.scale or case.head_dim**-0.5
+    want = dense.attention(q, k, v, mask, scale, dout, sinks=sinks, softcap=case.softcap)["dq"]
+    x, y, z, g = (t.double().transpose(0, 1) for t in (q, k, v, dout))
+    y, z = (t.repeat_interleave(case.heads // case.kv_heads, 0) for t in (y, z))
+    tanh = (x @ y.mT * scale / case.softcap).tanh()
+    scores = (case.softcap * tanh).masked_fill(~mask, -torch.inf)
+    lse = scores.logsumexp(-1, keepdim=True)
+    p = (scores - (lse if sinks is None else lse.logaddexp(sinks.double()[:, None, None]))).exp()
+    delta = (g * (p.half().double() @ z).half().double()).sum(-1, keepdim=True)
+    sloped = (p * (1 - tanh * tanh) / coarser).half().double() * coarser
+    ds = (sloped * (g @ z.mT - delta)).half().double()
+    return (scale * ds @ y).half().transpose(0, 1), want
 
 
 def test_cases_of_some_kernels_alone(monkeypatch, capsys):
