@@ -1,4 +1,5 @@
-"""A compile that takes no compiler: it writes the files that a kernel's compile writes, and notes that it did."""
+"""A compile that takes no compiler: it writes the files that a kernel's compile writes, and notes that it did. And a
+pip that takes no index: it links the files of this environment's packages."""
 
 from __future__ import annotations
 
@@ -12,6 +13,29 @@ from codegen import compile
 from codegen.spec import KernelSpec
 
 SECONDS = 0.05
+# $PIPS: a file that gets the arguments of each call. $PIP_FAILS: the call fails. $PIP_COPIES: small files are copied.
+PIP = """
+import importlib.metadata, os, shutil, sys
+from pathlib import Path
+words = sys.argv[1:]
+target = Path(words[words.index("--target") + 1])
+with open(os.environ.get("PIPS", os.devnull), "a") as file:
+    file.write(" ".join(words) + "\\n")
+sys.stderr.write("Downloading\\n")
+if os.environ.get("PIP_FAILS"):
+    target.mkdir()
+    (target / "half").touch()
+    sys.exit("ERROR: No matching distribution found")
+for requirement in words[words.index(":all:") + 1 :]:
+    for file in importlib.metadata.files(requirement.partition("==")[0]):
+        here, there = Path(file.locate()), target / file
+        if here.exists() and not there.exists() and there.resolve().is_relative_to(target.resolve()):
+            there.parent.mkdir(parents=True, exist_ok=True)
+            if os.environ.get("PIP_COPIES") and here.stat().st_size <= 2**16:
+                shutil.copyfile(here, there)
+            else:
+                there.symlink_to(here.resolve())
+"""
 
 
 def code_of(spec: KernelSpec) -> bytes:

@@ -1,4 +1,4 @@
-"""One real compile, without a GPU: what comes out, what the caller's process keeps, and loading it without the DSL."""
+"""One real compile, of a small kernel without a GPU: what comes out, and what the caller's process keeps."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from codegen import KernelError, compile, manifest, precompiled, store, toolchain
-from codegen.spec import forward_spec
+from codegen.spec import backward_specs
 from codegen.tiles import FEW_KEYS_TILES, HEAD_DIM_PAIRS
 
-SPEC = forward_spec("bf16", 64, 1)
+SPEC = backward_specs("bf16", 64).postprocess
 
 
 @pytest.fixture(scope="module")
@@ -49,44 +49,6 @@ def test_it_is_as_recorded(compiled):
     assert manifest.differences(record["kernels"][str(SPEC)], now) == []
 
 
-LOADER = """
-import sys
-import torch  # first: builds of it with CUDA look for triton themselves
-
-class NoDSL:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("cutlass", "cuda", "triton"):
-            raise ImportError(f"{name} must not be imported")
-
-sys.meta_path.insert(0, NoDSL())
-before = set(sys.modules)
-from codegen import store
-from codegen.spec import forward_spec
-kernel = store.load(forward_spec("bf16", 64, 1))
-assert store.counts == {"kernel_dir": 1}, store.counts
-assert not [m for m in set(sys.modules) - before if m.split(".")[0] in ("cutlass", "cuda")]
-x = torch.zeros(5, 2, 64, dtype=torch.bfloat16)
-work, schedule, rows = (torch.zeros(shape, dtype=torch.int32) for shape in ((1, 8), (2, 2), (5,)))
-try:
-    kernel(x, x, x, x, torch.zeros(2, 5), work, schedule, rows, 0.1, 132)
-except ValueError as e:
-    print(e)
-try:
-    kernel(x)
-except TypeError as e:
-    print(e)
-"""
-
-
-def test_a_stored_kernel_loads_and_checks_its_arguments_without_the_dsl(compiled):
-    environment = os.environ | {"DUALKV_KERNEL_DIR": str(compiled.parent), "DUALKV_JIT": "0"}
-    done = subprocess.run([sys.executable, "-c", LOADER], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    on_the_cpu, too_few = done.stdout.splitlines()
-    assert "expected device_type=cuda" in on_the_cpu
-    assert "Expects 10 parameters" in too_few
-
-
 REMEDIES = ("the wheel dualkv-kernels", "`pip install 'dualkv[compile]'`", "`dualkv toolchain install`")
 
 
@@ -109,24 +71,34 @@ def test_a_failing_worker_is_quoted(monkeypatch, tmp_path):
     broken.mkdir()
     (broken / "__init__.py").write_text("raise SyntaxError('half an edit')\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    with pytest.raises(RuntimeError, match=r"compiling fwd bf16 head_dim=64 .* failed: (?s:.*)half an edit"):
+    with pytest.raises(
+        RuntimeError, match=r"compiling bwd_postprocess bf16 head_dim=64 .* failed: (?s:.*)half an edit"
+    ):
         compile.compile_kernel(SPEC, tmp_path)
 
 
-def test_a_kernel_that_fits_no_multiprocessor_is_not_compiled(compiled, monkeypatch, tmp_path):
-    """Shared memory that `smem_bytes` leaves out shows here: a launch of such a kernel would fail on the GPU."""
+@pytest.mark.parametrize(
+    ("lies", "says"),
+    [
+        # Shared memory that `smem_bytes` leaves out shows here: a launch of such a kernel would fail on the GPU.
+        ({"shared_memory": 2**18}, rf"{2**18} bytes of shared memory fits no multiprocessor"),
+        ({"cutlass": "/elsewhere/cutlass/x.py"}, r"the process took cutlass from /elsewhere/.*, expected nvidia-cutla"),
+    ],
+    ids=["shared memory", "another DSL"],
+)
+def test_what_the_worker_reports_is_checked(compiled, monkeypatch, tmp_path, lies, says):
     record, code = precompiled.record_of(compiled), (compiled / "kernel.cubin").read_bytes()
     said = f"Used {record['registers']} registers, {record['stack']} bytes stack frame,"
     said += " 0 bytes spill stores, 0 bytes spill loads"
 
     def worker(*args, cwd, **rest):
         (cwd / "kernel.cubin").write_bytes(code)
-        report = {"cutlass": str(toolchain.found().dsl / "cutlass" / "x.py"), "ptxas": "", "shared_memory": 2**18}
-        (cwd / "worker.json").write_text(json.dumps(report))
+        report = {"cutlass": str(toolchain.found().dsl / "cutlass" / "x.py"), "ptxas": "", "shared_memory": 0}
+        (cwd / "worker.json").write_text(json.dumps(report | lies))
         return subprocess.CompletedProcess(args, 0, said, "")
 
     monkeypatch.setattr(compile.subprocess, "run", worker)
-    with pytest.raises(KernelError, match=f"{2**18} bytes of shared memory fits no multiprocessor"):
+    with pytest.raises(KernelError, match=says):
         compile.compile_kernel(SPEC, tmp_path)
 
 

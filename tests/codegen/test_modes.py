@@ -1,7 +1,7 @@
 """The package loads what it writes under any umask, and nobody else can write to it.
 
-Each case is a process of its own, so that the umask does not leak. One kernel a umask is compiled; the cache gets its
-files by a stand-in for a second compile, and the private toolchain its files by one for pip.
+Each case is a process of its own, so that the umask does not leak. A stand-in for the compiler copies a real kernel,
+and one for pip the files of the private toolchain.
 """
 
 from __future__ import annotations
@@ -13,46 +13,36 @@ from pathlib import Path
 
 import pytest
 
+from codegen.spec import backward_specs
+from tests.codegen import stand_in
+from tests.codegen.real import copied
+
 ROOT = Path(__file__).parents[2]
+SPEC = backward_specs("bf16", 64).postprocess
 UMASKS = (0o000, 0o077)  # 022 is the one of all other tests
-PIP = """
-import importlib.metadata, os, shutil, sys
-from pathlib import Path
-target = Path(sys.argv[sys.argv.index("--target") + 1])
-for requirement in sys.argv[sys.argv.index(":all:") + 1 :]:
-    for file in importlib.metadata.files(requirement.partition("==")[0]):
-        here, there = Path(file.locate()), target / file
-        if here.exists() and not there.exists() and there.resolve().is_relative_to(target.resolve()):
-            there.parent.mkdir(parents=True, exist_ok=True)
-            if here.stat().st_size > 2**16:
-                there.symlink_to(here.resolve())
-            else:
-                shutil.copyfile(here, there)
-"""
 PROGRAM = """
-import os, shutil, sys
+import json, os, sys
 from importlib.metadata import version
 from pathlib import Path
 from codegen import compile, precompiled, store, toolchain
 from codegen.spec import backward_specs
 from dualkv.cli import precompile
 
-work, spec = Path.cwd(), backward_specs("bf16", 64).postprocess
-made = precompile.precompile([spec], work / "for" / "image", 1, code=["ptx"], wheel=work / "of" / "wheels")
+work, spec, there = Path.cwd(), backward_specs("bf16", 64).postprocess, Path(sys.argv[1])
+def copied(spec, folder):
+    for kind in ("so", "cubin", "ptx"):
+        with open(folder / f"kernel.{kind}", "wb", opener=lambda *how: os.open(*how, mode=0o777)) as file:  # as ld does
+            file.write((there / f"kernel.{kind}").read_bytes())
+    return json.loads((there / "kernel.json").read_text())
+compile.compile_kernel = copied
+precompile.precompile([spec], work / "for" / "image", 1, code=["ptx"], wheel=work / "of" / "wheels")
 checked = precompile.check(work / "for" / "image", [spec])
 assert (checked.kernels, checked.problems) == (1, []), checked
 os.environ["DUALKV_KERNEL_DIR"] = str(work / "for" / "image")
 store.load(spec)
 assert store.counts["kernel_dir"] == 1, store.counts
 
-there = work / "for" / "image" / made.kernels[0].entry
-def again(spec, folder):
-    for kind in ("so", "cubin", "ptx"):
-        with open(folder / f"kernel.{kind}", "wb", opener=lambda *how: os.open(*how, mode=0o777)) as file:  # as ld does
-            file.write((there / f"kernel.{kind}").read_bytes())
-    return {}
 del os.environ["DUALKV_KERNEL_DIR"]
-compile.compile_kernel = again
 store._loaded.clear()
 store.load(spec)
 assert store.where(spec) == "memory" and store.counts["compiled"] == 2, store.counts
@@ -71,12 +61,11 @@ assert toolchain.install() == toolchain.found()
 def test_what_is_written_is_loaded_whatever_the_umask(tmp_path, umask):
     work = tmp_path / "work"
     work.mkdir()
-    (work / "pip.py").write_text(PIP)
+    (work / "pip.py").write_text(stand_in.PIP)
     ours = {name: value for name, value in os.environ.items() if not name.startswith("DUALKV_")}
-    ours |= {"DUALKV_CACHE_DIR": str(work / "home" / "cache" / "dualkv"), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=work, env=ours, umask=umask, capture_output=True, text=True
-    )
+    ours |= {"DUALKV_CACHE_DIR": str(work / "home" / "cache" / "dualkv"), "PYTHONPATH": str(ROOT), "PIP_COPIES": "1"}
+    command = [sys.executable, "-c", PROGRAM, str(copied(SPEC, tmp_path))]
+    done = subprocess.run(command, cwd=work, env=ours, umask=umask, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = {path: path.lstat().st_mode & 0o777 for path in work.rglob("*") if not path.is_symlink()}
     del found[work / "pip.py"]

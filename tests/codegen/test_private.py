@@ -11,31 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from codegen import KernelError, compile, store, toolchain
+from codegen import KernelError, store, toolchain
 from codegen.spec import backward_specs
+from tests.codegen import stand_in
 from tests.codegen.real import copied
 
 DSL, FFI = version("nvidia-cutlass-dsl"), version("apache-tvm-ffi")
 SPEC = backward_specs("bf16", 64).postprocess
-PIP = """
-import importlib.metadata, os, shutil, sys
-from pathlib import Path
-words = sys.argv[1:]
-target = Path(words[words.index("--target") + 1])
-with open(os.environ["PIPS"], "a") as file:
-    file.write(" ".join(words) + "\\n")
-sys.stderr.write("Downloading\\n")
-if os.environ.get("PIP_FAILS"):
-    target.mkdir()
-    (target / "half").touch()
-    sys.exit("ERROR: No matching distribution found")
-for requirement in words[words.index(":all:") + 1 :]:
-    for file in importlib.metadata.files(requirement.partition("==")[0]):
-        here, there = Path(file.locate()), target / file
-        if here.exists() and not there.exists() and there.resolve().is_relative_to(target.resolve()):
-            there.parent.mkdir(parents=True, exist_ok=True)
-            there.symlink_to(here.resolve())
-"""
 
 
 @pytest.fixture
@@ -47,7 +29,7 @@ def private(monkeypatch, tmp_path):
     monkeypatch.setenv("DUALKV_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("DUALKV_KERNEL_DIR", raising=False)
     monkeypatch.setenv("PIPS", str(tmp_path / "pips"))
-    (tmp_path / "pip.py").write_text(PIP)
+    (tmp_path / "pip.py").write_text(stand_in.PIP)
     monkeypatch.setattr(toolchain, "_installer", lambda: [sys.executable, str(tmp_path / "pip.py"), "install"])
     return lambda: (tmp_path / "pips").read_text().splitlines() if (tmp_path / "pips").exists() else []
 
@@ -78,15 +60,6 @@ def test_its_kernels_are_those_of_the_environments_compiler(private, monkeypatch
 
 def _dsl_here() -> Path:
     return Path(next(iter(importlib.util.find_spec("nvidia_cutlass_dsl").submodule_search_locations)))
-
-
-def test_a_compile_by_another_dsl_than_the_record_would_name_is_refused(private, monkeypatch, tmp_path):
-    made = toolchain.install()
-    other = toolchain.Toolchain(made.root, tmp_path / "elsewhere", made.flavour)
-    monkeypatch.setattr(toolchain, "found", lambda: other)
-    (tmp_path / "out").mkdir()
-    with pytest.raises(KernelError, match=r"the process took cutlass from .*, expected nvidia-cutlass-dsl 4.8"):
-        compile.compile_kernel(SPEC, tmp_path / "out")
 
 
 def test_it_is_installed_once_whoever_asks(private):

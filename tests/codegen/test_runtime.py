@@ -29,27 +29,27 @@ class Tensor(ctypes.Structure):
                 ("deleter", ctypes.c_void_p)]
 
 class OnDevice:
-    "A tensor that says it lies on a GPU."
-    def __init__(self, shape, code, bits, device=0):
+    "A tensor that says it lies on a GPU, or on the CPU if `kind` is 1."
+    def __init__(self, shape, code, bits, device=0, kind=2):
         strides = [1]
         for size in reversed(shape[1:]):
             strides.insert(0, strides[0] * size)
         self.shape, self.strides = ((ctypes.c_int64 * len(x))(*x) for x in (shape, strides))
-        self.tensor = Tensor(1 << 20, (2, device), len(shape), (code, bits), 1,
+        self.tensor = Tensor(1 << 20, (kind, device), len(shape), (code, bits), 1,
                              ctypes.addressof(self.shape), ctypes.addressof(self.strides))
-        self.device = device
+        self.device = kind, device
     def __dlpack_device__(self):
-        return 2, self.device
+        return self.device
     def __dlpack__(self, **_):
         make = ctypes.pythonapi.PyCapsule_New
         make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
         return make(ctypes.addressof(self.tensor), b"dltensor", None)
 
 kernel = store.load(backward_specs("bf16", 64).postprocess)
-def call(device=0):
-    given = [OnDevice([4096], 2, 32, device), OnDevice([64], 0, 32, device), OnDevice([64, 1, 64], 4, 16, device)]
+def call(*device, more=(0.5,)):
+    given = [OnDevice(*of, *device) for of in (([4096], 2, 32), ([64], 0, 32), ([64, 1, 64], 4, 16))]
     try:
-        said = f"returned {kernel(*map(tvm_ffi.from_dlpack, given), 0.5)}"
+        said = f"returned {kernel(*map(tvm_ffi.from_dlpack, given), *more)}"
     except Exception as e:
         said = f"{type(e).__name__} {e}"
     sys.stdout.write(f"{said}\\n")  # at once, whatever other threads write
@@ -92,10 +92,17 @@ def test_a_kernel_needs_nothing_of_the_dsl(kernels, cuda):
     assert set(re.findall(r"NEEDED.*\[(.*)\]", dynamic)) == {"libtvm_ffi.so", "libc.so.6"}
     exported = subprocess.run(["nm", "-D", "--defined-only", str(path)], capture_output=True, text=True, check=True)
     assert [line.split()[-1] for line in exported.stdout.splitlines()] == [f"__tvm_ffi_{SPEC.symbol}"]
-    said, _ = run(
-        "call()\nprint('cute_dsl' in open('/proc/self/maps').read(), 'cutlass' in sys.modules)", kernels, cuda
-    )
-    assert said == ["returned None", "False False"]
+    program = "call()\nprint('cute_dsl' in open('/proc/self/maps').read(), 'cutlass' in sys.modules, store.counts)"
+    assert run(program, kernels, cuda)[0] == ["returned None", "False False Counter({'kernel_dir': 1})"]
+
+
+def test_arguments_are_checked(kernels, cuda):
+    (on_the_cpu, too_few), calls = run("call(0, 1)\ncall(more=())", kernels, cuda)
+    assert on_the_cpu.startswith("ValueError")
+    assert "expected device_type=cuda" in on_the_cpu
+    assert too_few.startswith("TypeError")
+    assert "Expects 4 parameters" in too_few
+    assert not calls
 
 
 def test_the_first_call_loads_the_code_on_every_device_and_each_launches(kernels, cuda):

@@ -459,8 +459,8 @@ def compat_mask(context, k_lens, q_lens, causal):
 
 
 @contextmanager
-def _poisoned(wanted):
-    """torch.empty fills what it makes with NaN, and backwards order their sums."""
+def poisoned(wanted=True):
+    """torch.empty fills what it makes with NaN or large integers, and backwards order their sums."""
     before, warn_only = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -560,7 +560,7 @@ def run(case):
         call, want, exact = _attention(case) if case.kind == "attention" else _compat_call(case)
     except torch.OutOfMemoryError as error:
         raise NoMemory from error
-    with _poisoned(case.deterministic and case.device == "cuda"), _few_keys(case.few_keys):
+    with poisoned(case.deterministic and case.device == "cuda"), _few_keys(case.few_keys):
         got = call()
         again = call() if case.device == "cuda" and exact else got
     worst = 0.0

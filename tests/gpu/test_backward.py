@@ -13,19 +13,15 @@ from codegen.tiles import HEAD_DIMS
 from dualkv import Layout
 from dualkv.ops import hopper
 from tests import oracle
-from tests.gpu.test_forward import many_groups
+from tests.fuzz.case import poisoned
+from tests.gpu.test_forward import LAYOUTS as FORWARDS
+from tests.gpu.test_forward import many_groups, more_than_2_to_the_31
 
 BF16, FP16 = torch.bfloat16, torch.float16
 LAYOUTS = {
-    "one group": Layout.from_lengths([300], [[77, 128, 1, 200]]),
-    "ragged groups": Layout.from_lengths(
-        [0, 1, 129, 200, 64, 37], [[5, 70], [1, 1, 1], [], [100, 0, 300, 17], [64] * 5, [3] * 20]
-    ),
-    "one token": Layout.from_lengths([1], [[]]),
+    **{name: FORWARDS[name] for name in ("one group", "ragged groups", "one token", "aligned", "many groups")},
     "two tokens": Layout.from_lengths([1], [[1]]),
     "short responses share key blocks": Layout.from_lengths([200], [[9] * 40]),
-    "aligned": Layout.from_lengths([512], [[256, 128, 384]]),
-    "many groups": Layout.from_lengths([16] * 60, [[3, 1, 9]] * 60),
     "no responses": Layout.from_lengths([700, 3, 260], [[], [0, 0], []]),
 }
 SPLIT = Layout.from_lengths([600], [[500, 433, 477]])  # at 8 heads and 1 KV head: few key blocks for the device
@@ -48,19 +44,12 @@ def inputs(layout, heads=8, kv_heads=2, head_dim=128, dtype=BF16, seed=0):
 
 def run(q, k, v, dout, out, lse, layout, deterministic=False, gradients="qkv", scale=None):
     """(dq, dk, dv) of the kernels; outputs and workspace start as NaN and large integers."""
-    before, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty then fills what it makes
-    try:
+    with poisoned():
         assert torch.empty(1, device="cuda").isnan()
         scale = scale or q.shape[2] ** -0.5
         return hopper.backward(
             dout, q, k, v, out, lse, layout._segments, scale, deterministic=deterministic, gradients=gradients
         )[:3]
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
 def check(q, k, v, dout, layout, deterministic=False):
@@ -228,14 +217,10 @@ def test_slices_and_strides():
 
 def test_more_than_2_to_the_31_elements():
     """The last of many equal groups gives what it gives alone: every offset is right past 2^31."""
-    group, head_dim = ([900], [[300, 201]]), 128
-    count = 2**31 // (1401 * 128 * head_dim) + 2
-    many, alone = Layout.from_lengths(group[0] * count, group[1] * count), Layout.from_lengths(*group)
-    assert many.num_tokens * 128 * head_dim > 2**31
+    many, alone, last = more_than_2_to_the_31(128 * 128)
     q, k, v, dout = inputs(many, 128, 8)
     out, lse = torch.randn_like(q), torch.full((128, many.num_tokens), 9.0, device="cuda")
     got = run(q, k, v, dout, out, lse, many)
-    last = slice(many.num_tokens - alone.num_tokens, None)
     want = run(*(x[last] for x in (q, k, v, dout, out)), lse[:, last], alone)
     for a, b in zip(got, want, strict=True):
         assert not a.isnan().any()

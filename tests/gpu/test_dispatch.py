@@ -85,7 +85,7 @@ def seeded():
 def only_the_kernel(monkeypatch):
     """The composition and the reference raise."""
 
-    def refuse(*arguments):
+    def refuse(**call):
         raise AssertionError("not the kernel")
 
     for module in (composition, reference):

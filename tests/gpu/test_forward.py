@@ -252,6 +252,16 @@ def many_groups(seed):
     return Layout.from_lengths(prompts, responses)
 
 
+def more_than_2_to_the_31(columns):
+    """Equal groups whose rows of so many elements have more in all; one of these groups; the rows of the last one."""
+    prompts, responses = [900], [[300, 201]]
+    alone = Layout.from_lengths(prompts, responses)
+    count = 2**31 // (alone.num_tokens * columns) + 2
+    many = Layout.from_lengths(prompts * count, responses * count)
+    assert many.num_tokens * columns > 2**31
+    return many, alone, slice(many.num_tokens - alone.num_tokens, None)
+
+
 def expected_rows(q, k, v, layout, rows):
     """out [n, H, D] and lse [H, n] in float64 of some rows alone."""
     end = torch.from_numpy(layout._segments.visible_end).cuda()
@@ -291,13 +301,9 @@ def test_large_layouts(name):
 
 def test_more_than_2_to_the_31_elements():
     """The last of many equal-shaped groups gives the bits that it gives alone: every offset is right past 2^31."""
-    group = ([900], [[300, 201]])
-    count = 2**31 // (1401 * 128 * 128) + 2
-    many, alone = Layout.from_lengths(group[0] * count, group[1] * count), Layout.from_lengths(*group)
-    assert many.num_tokens * 128 * 128 > 2**31
+    many, alone, last = more_than_2_to_the_31(128 * 128)
     q, k, v = inputs(many, 128, 128)
     out, lse = run(q, k, v, many)
-    last = slice(many.num_tokens - alone.num_tokens, None)
     want, want_lse = run(q[last], k[last], v[last], alone)
     assert torch.equal(out[last], want)
     assert torch.equal(lse[:, last], want_lse)

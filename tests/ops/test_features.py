@@ -28,13 +28,17 @@ OTHERS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=120, deadline=None)
-@given(strategies.groups(), strategies.windows(), OTHERS, st.booleans(), st.sampled_from(list(BOUND)))
-def test_groups_agree_with_the_replicated_sequences(groups, window, others, with_dlse, dtype):
-    check(Layout.from_lengths(*groups), dtype, features=window | others, with_dlse=with_dlse, head_dim=8, head_dim_v=16)
-
-
 @settings(max_examples=80, deadline=None)
+@given(
+    strategies.groups(), strategies.windows(), OTHERS, st.booleans(), st.sampled_from(list(BOUND)),
+    st.sampled_from([(1, 1), (4, 4), (6, 2), (5, 1)]), st.sampled_from([8, 24]),
+)  # fmt: skip
+def test_groups_agree_with_the_replicated_sequences(groups, window, others, with_dlse, dtype, heads, head_dim_v):
+    shape = {"heads": heads[0], "kv_heads": heads[1], "head_dim": 8, "head_dim_v": head_dim_v}
+    check(Layout.from_lengths(*groups), dtype, features=window | others, with_dlse=with_dlse, **shape)
+
+
+@settings(max_examples=50, deadline=None)
 @given(strategies.trees(), strategies.windows(), OTHERS, st.booleans())
 def test_trees_agree_with_the_replicated_sequences(tree, window, others, with_dlse):
     check(Layout.from_segments(*tree), features=window | others, with_dlse=with_dlse, head_dim=8)
@@ -43,7 +47,7 @@ def test_trees_agree_with_the_replicated_sequences(tree, window, others, with_dl
 @pytest.mark.parametrize("window", [{"window": 100}, {"window": 300}, {"chunk": 190}], ids=str)
 def test_chunks_of_rows(window):
     """Prompts, responses and windows longer than the reference's chunks of rows."""
-    check(Layout.from_lengths([300, 3], [[1] * 50, [300]]), features=window | {"sinks": 0.0}, with_dlse=True)
+    check(Layout.from_lengths([300, 3], [[1] * 5, [300]]), features=window | {"sinks": 0.0}, with_dlse=True)
 
 
 @pytest.mark.parametrize("features", [{}, {"window": 3}, {"chunk": 4}, {"softcap": 1.5}], ids=str)
@@ -230,21 +234,6 @@ def test_compile_checkpoint_and_torch_func_agree_with_autograd():
     batch = [torch.stack([x, x]) for x in plain]
     for got, right in zip(torch.func.vmap(torch.func.grad(step, (0, 1, 2, 3)))(*batch), want, strict=True):
         assert torch.equal(got[1], right)
-
-
-class Attend(torch.nn.Module):
-    def forward(self, q, k, v, offsets, parent, sinks):
-        return torch.ops.dualkv.fwd(q, k, v, offsets, parent, 0.3, False, None, 4, sinks)
-
-
-def test_one_exported_program_serves_other_layouts():
-    sinks, rows, auto = torch.randn(6), torch.export.Dim("T", min=2), torch.export.Dim.AUTO
-    program = torch.export.export(
-        Attend(), (*(x.detach() for x in qkv(LAYOUT, head_dim_v=8)), LAYOUT.offsets, LAYOUT.parent, sinks),
-        dynamic_shapes=({0: rows}, {0: rows}, {0: rows}, {0: auto}, {0: auto}, None),
-    )  # fmt: skip
-    other = *(x.detach() for x in qkv(TREE, head_dim_v=8)), TREE.offsets, TREE.parent, sinks
-    assert all(map(torch.equal, program.module()(*other), Attend()(*other)))
 
 
 def test_autocast_takes_sinks_of_any_dtype():

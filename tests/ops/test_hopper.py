@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 
 from codegen import store
 from codegen.spec import GRADIENTS, backward_specs, forward_spec
-from codegen.tiles import FEW_KEYS_COST, FEW_KEYS_ROWS, FEW_KEYS_WALK, forward_tile
 from cute_kernels.abi import LOCKS, STAT_COLUMNS, BackwardFields
-from cute_kernels.abi import ForwardFields as items
 from dualkv import Layout
 from dualkv.ops import dispatch, hopper, tensors
 from dualkv.ops.features import Features, Window
@@ -92,7 +90,7 @@ groups = st.lists(st.tuples(st.integers(0, 200), st.lists(st.integers(0, 200), m
 SPLIT = [(1500, [100] * 3)]  # 34 query heads of one KV head: key blocks whose queries are split
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(groups)
 def test_one_kernel_serves_every_length(launches, lens):
     """Each shape of heads loads one kernel over all examples together, whatever the batch."""
@@ -104,7 +102,7 @@ def test_one_kernel_serves_every_length(launches, lens):
     assert len(launches.loaded) == len({(4, 64), (6, 48), (17, 128)})
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(groups, st.booleans(), st.sampled_from(GRADIENTS))
 @example(SPLIT, False, "qkv")
 @example(SPLIT, True, "qkv")
@@ -215,25 +213,14 @@ def test_layouts_whose_rows_see_few_keys(lengths, kv_heads, few):
     assert not hopper.few_keys_backward(seg, kv_heads, Window(chunk=10**6))
 
 
-def test_where_few_keys_begin_and_end():
-    for rows in (FEW_KEYS_ROWS // 8 - 1, FEW_KEYS_ROWS // 8):
-        seg = segments(Layout.from_lengths([1] * rows, [[]] * rows))
-        assert hopper.few_keys_backward(seg, 8, None) == (rows * 8 == FEW_KEYS_ROWS)
-    found = []
-    for length in range(1280, 8000, 1280):  # blocks of 80 rows begin with the segment
-        of_two, alone = (sum(-(-(length - key) // 80) for key in range(0, length, keys)) for keys in (256, 128))
-        seg = segments(Layout.from_lengths([length] * 64, [[]] * 64))
-        assert hopper.few_keys_backward(seg, 8, None) == (2 * of_two >= FEW_KEYS_WALK * alone)
-        found.append(hopper.few_keys_backward(seg, 8, None))
-    assert set(found) == {False, True}
-    for leaves, few in ((10, True), (1000, False)):
-        tree = Layout.from_segments(*binary_tree(5, 3000, leaves))
-        assert hopper.few_keys_backward(segments(tree), 64, None) == few
+@pytest.mark.parametrize(("leaves", "few"), [(10, True), (1000, False)])
+def test_trees_whose_rows_see_few_keys(leaves, few):
+    assert hopper.few_keys_backward(segments(Layout.from_segments(*binary_tree(5, 3000, leaves))), 64, None) == few
 
 
 @pytest.mark.parametrize("gradients", ["qkv", "q", "kv"])
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 120, 128])
+@pytest.mark.parametrize("head_dim", [64, 120])
 def test_the_backward_of_few_keys_has_a_tile_of_its_own(launches, monkeypatch, head_dim, deterministic, gradients):
     """Every kernel of the call and its plan has the tile. Each kind of layouts loads its kernels once."""
     monkeypatch.setattr(hopper, "FEW_KEYS_ROWS", 2 * 400)
@@ -261,17 +248,6 @@ def test_the_backward_of_few_keys_has_a_tile_of_its_own(launches, monkeypatch, h
             assert called["bwd"][8].numel() == made.num_partials * tile.partial_floats(*specs.main.head_dims)
     kinds = [backward_specs("bf16", head_dim, deterministic, gradients, few_keys=few) for few in (False, True)]
     assert len(launches.loaded) == sum(len(specs.present) for specs in kinds)
-
-
-def test_windows_and_softcapping_keep_their_tile_where_rows_see_few_keys(launches, monkeypatch):
-    monkeypatch.setattr(hopper, "FEW_KEYS_ROWS", 0)
-    layout = Layout.from_lengths([300], [[77, 200]])
-    inputs = random_backward(layout.num_tokens, 4, 2, 128)
-    for features in (Features(window=40), Features(softcap=30.0)):
-        launches.clear()
-        hopper.backward(*inputs, segments(layout), 0.1, features)
-        assert launches[1][0] == backward_specs("bf16", 128, features=features.names).main
-        assert launches[1][0].tile.cluster == 2
 
 
 @pytest.mark.parametrize(
@@ -312,39 +288,6 @@ def test_the_forward_of_few_keys_has_a_kernel_and_a_plan_of_its_own(launches, mo
         expected = plan_forward.forward_work(seg, spec.tile.tokens(2), spec.tile.tile_n)
         assert np.array_equal(arguments[5].numpy(), expected)
     assert len(launches.loaded) == 2
-
-
-def test_trees_windows_and_softcapping_keep_their_forward_where_clusters_see_other_keys(launches, monkeypatch):
-    monkeypatch.setattr(hopper, "FEW_KEYS_ROWS", 0)
-    monkeypatch.setattr(hopper, "FEW_KEYS_COST", 0)
-    two, three = Layout.from_lengths([300], [[77, 200]]), Layout.from_segments([0, 300, 377, 577], [-1, 0, 1])
-    for layout, features in (
-        (two, Features()),
-        (two, Features(window=40)),
-        (two, Features(softcap=30.0)),
-        (three, Features()),
-    ):
-        launches.clear()
-        hopper.forward(*random_inputs(layout.num_tokens, 4, 2, 128), segments(layout), 0.1, features)
-        alone = layout is two and not features.names
-        assert launches[0][0].tile == forward_tile(128, features.names, few_keys=alone)
-    assert forward_tile(128, few_keys=True) != forward_tile(128)
-
-
-def test_where_few_keys_of_forwards_begin():
-    """The choice follows from the walk of each tile's CTAs in a plan, with clusters and without."""
-    for length in (100, 400, 700, 1000, 1300, 2000, 3000):
-        seg = segments(Layout.from_lengths([length] * 64, [[length // 2] * 8] * 64))
-        cost = {
-            tile.cluster: plan_forward.tile_cost(
-                plan_forward.forward_work(seg, tile.tokens(2), tile.tile_n), tile.tile_n
-            ).sum() * tile.cluster
-            for tile in (forward_tile(128), forward_tile(128, few_keys=True))
-        }  # fmt: skip
-        assert hopper.few_keys_forward(seg, 128, 2, 8) == (cost[2] >= FEW_KEYS_COST * cost[1])
-    for rows in (FEW_KEYS_ROWS // 8 - 2, FEW_KEYS_ROWS // 8):
-        seg = segments(Layout.from_lengths([1] * (rows // 2), [[1]] * (rows // 2)))
-        assert hopper.few_keys_forward(seg, 128, 1, 8) == (rows * 8 == FEW_KEYS_ROWS)
 
 
 @pytest.mark.parametrize("per_kv", range(1, 25))
@@ -440,37 +383,31 @@ def test_gradients_that_the_kernels_cannot_read_are_copied(launches):
     assert torch.equal(copied_lse, lse)
 
 
-def test_the_kernel_gets_the_plan_and_fresh_outputs(launches):
-    layout = Layout.from_lengths([300, 0], [[77, 1, 200], [5]])
+@pytest.mark.parametrize(
+    "layout",
+    [Layout.from_lengths([300, 0], [[77, 1, 200], [5]]), Layout.from_segments([0, 300, 377, 378, 500], [-1, 0, 1, 0])],
+    ids=["groups", "tree"],
+)
+def test_the_kernel_gets_the_plan_and_fresh_outputs(launches, layout):
+    """Trees have a kernel and a plan of their own."""
     q, k, v = random_inputs(layout.num_tokens, 8, 2, 96, torch.float16)
-    out, lse = hopper.forward(q, k, v, segments(layout), 0.1)
+    seg, trees = segments(layout), layout.depth > 2
+    out, lse = hopper.forward(q, k, v, seg, 0.1)
     ((spec, arguments),) = launches
-    assert spec == forward_spec("fp16", 96, 4)
-    assert all(a is b for a, b in zip(arguments[:3], (q, k, v), strict=True)), "no copies"
-    assert arguments[3] is out
-    assert arguments[4] is lse
+    assert spec == forward_spec("fp16", 96, 4, trees)
+    assert all(a is b for a, b in zip(arguments[:5], (q, k, v, out, lse), strict=True)), "no copies"
     assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, (8, layout.num_tokens), torch.float32)
-    work, items_of_clusters, begin, scale, sms = arguments[5:]
-    expected = plan_forward.forward_work(segments(layout), spec.tile.tokens(4), spec.tile.tile_n)
-    assert np.array_equal(work.numpy(), expected)
-    assert work.shape[1] == items.NUM_FIELDS
+    work, items_of_clusters, *tables, scale, sms = arguments[5:]
+    tile = spec.tile.tokens(4), spec.tile.tile_n
+    if trees:
+        expected = plan_paths.path_work(seg, *tile, None, spec.tile.parts)
+        wanted = expected.items, expected.regions, np.append(seg.visible_end, [0] * spec.tile.tile_n)
+    else:
+        wanted = plan_forward.forward_work(seg, *tile), plan_forward.segment_begin(seg)
+    for table, array in zip((work, *tables), wanted, strict=True):
+        assert table.dtype == torch.int32
+        assert np.array_equal(table, array)
     assert sorted(items_of_clusters.tolist()) == [[tile, head] for tile in range(len(work)) for head in (0, 4)]
-    assert begin.tolist() == plan_forward.segment_begin(segments(layout)).tolist()
-    assert (scale, sms) == (0.1, 132)
-
-
-def test_trees_have_a_kernel_and_a_plan_of_their_own(launches):
-    layout = Layout.from_segments([0, 300, 377, 378, 500], [-1, 0, 1, 0])
-    hopper.forward(*random_inputs(layout.num_tokens, 8, 2, 96, torch.float16), segments(layout), 0.1)
-    ((spec, arguments),) = launches
-    assert spec == forward_spec("fp16", 96, 4, trees=True)
-    work, items_of_clusters, regions, visible_end, scale, sms = arguments[5:]
-    expected = plan_paths.path_work(segments(layout), spec.tile.tokens(4), spec.tile.tile_n, None, spec.tile.parts)
-    assert np.array_equal(work.numpy(), expected.items)
-    assert sorted(items_of_clusters.tolist()) == [[tile, head] for tile in range(len(work)) for head in (0, 4)]
-    assert np.array_equal(regions.numpy(), expected.regions)
-    assert visible_end.tolist() == segments(layout).visible_end.tolist() + [0] * spec.tile.tile_n
-    assert visible_end.dtype == torch.int32
     assert (scale, sms) == (0.1, 132)
 
 
@@ -556,19 +493,6 @@ def test_the_ops_run_the_kernels_where_they_serve(launches, monkeypatch, determi
     assert_same(forward[3:5], got)
     assert_same((before[0], before[1], before[2], backward[3]), (out, dout, lse, dout))
     assert_same((after[2], *backward[5:7]), grads[:3])
-
-
-def test_reasons_why_no_kernel_serves():
-    q = torch.zeros(6, 2, 64, dtype=torch.bfloat16)
-    assert hopper.unsupported(q) == "cpu devices"
-    assert hopper.unsupported(q.float()) == "torch.float32 inputs"
-
-
-def test_other_gpus_are_named(monkeypatch):
-    for capability in ((8, 0), (9, 0), (10, 0)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
-        reason = hopper.device_unsupported.__wrapped__(torch.device("cuda:0"))
-        assert reason == (None if capability == (9, 0) else f"compute capability {capability[0]}.0")
 
 
 def test_forward_tiles_are_kept_apart_by_what_their_tables_hold(launches):

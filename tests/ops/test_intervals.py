@@ -67,7 +67,7 @@ def square(count, which):
     return square
 
 
-@strategies.examples(200)
+@strategies.examples(100)
 @given(strategies.trees(), strategies.windows(), st.sampled_from([1, 4, 16, 128]))
 def test_blocks_are_the_visible_keys(tree, window, block):
     segments, want = Layout.from_segments(*tree)._segments, visible(*tree, **window)

@@ -71,9 +71,10 @@ class Projected(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.projection = torch.nn.Linear(8, 8, dtype=torch.float64)
+        self.sinks = torch.nn.Parameter(torch.randn(4, dtype=torch.float64))
 
     def forward(self, q, k, v, offsets, parent):
-        return torch.ops.dualkv.fwd(self.projection(q), k, v, offsets, parent, 0.3)[0]
+        return torch.ops.dualkv.fwd(self.projection(q), k, v, offsets, parent, 0.3, False, None, 4, self.sinks)[0]
 
 
 def test_one_exported_program_serves_other_layouts():

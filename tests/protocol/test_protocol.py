@@ -33,7 +33,9 @@ def test_kernels_wait_for_what_they_use(name):
         run(CASES[name], schedule)
 
 
-@pytest.mark.parametrize("fault", PLANTED, ids=lambda fault: f"{fault.case}: {fault.name}")
+@pytest.mark.parametrize(
+    "fault", [fault for fault in PLANTED if fault is not SINGLE_DS], ids=lambda fault: f"{fault.case}: {fault.name}"
+)
 def test_faults_are_found(fault):
     for schedule in schedules(CASES[fault.case], UNTIL_FOUND):
         try:
@@ -46,16 +48,14 @@ def test_faults_are_found(fault):
 def test_a_single_barrier_for_dS_hangs():
     """This hang was seen on the GPU: a slow exchange warp waits for a phase that is over."""
     case, slow = CASES[SINGLE_DS.case], "warp 3 of rank 0"
-    found = []
+    said = r"warp 3 waits for phase \d+ of mbarrier \d+ \(dS.full, stage 0\) of CTA \d+, which is in"
     for seed in range(20):
         try:
             case.run(Schedule(seed, slow=slow), SINGLE_DS.edits)
         except Fault as fault:
-            found.append(str(fault))
-    assert any(
-        re.search(r"warp 3 waits for phase \d+ of mbarrier \d+ \(dS.full, stage 0\) of CTA \d+, which is in", fault)
-        for fault in found
-    )
+            if re.search(said, str(fault)):
+                return
+    pytest.fail("no schedule finds it")
 
 
 def test_every_native_head_dim_is_of_one_backward():
@@ -68,16 +68,10 @@ def test_every_native_head_dim_is_of_one_backward():
 
 
 def test_schedules_repeat():
-    case = CASES["bwd_wide d256"]
-    for a, b in zip(schedules(case, 3), schedules(case, 3), strict=True):
-        assert case.run(a) == case.run(b)
-    assert len({case.run(schedule) for schedule in schedules(case, 6)}) > 1
-
-
-def test_everybody_is_slow_in_turn():
     case = CASES["fwd d64"]
-    slow = {schedule.slow for schedule in schedules(case, 200)}
-    assert {f"warp {w} of rank 0" for w in range(16)} | {"loads", "stores"} <= slow
+    runs, again = ([case.run(schedule) for schedule in schedules(case, 3)] for _ in range(2))
+    assert runs == again
+    assert len(set(runs)) > 1
 
 
 def test_who_waits_is_named():

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from codegen.tiles import BACKWARD_TILES, FEW_KEYS_TILES, FORWARD_TILES, HEAD_DIMS, MIXED, BackwardTile, backward_tile
+from codegen.tiles import BACKWARD_TILES, FEW_KEYS_TILES, FORWARD_TILES, BackwardTile, backward_tile
 from cute_kernels.abi import LOCKS, MAX_ROWS, part_rows
 from cute_kernels.abi import BackwardFields as items
 from cute_kernels.bwd_walk import Walk, first_block
@@ -19,22 +19,9 @@ from dualkv.bench.workloads import NAMED, parse
 from dualkv.ops import hopper
 from dualkv.ops.plan import backward
 from dualkv.ops.plan.backward import backward_work
-from tests.ops.plan.walked import (
-    below_a_path,
-    check_walk,
-    groups,
-    kv_heads_,
-    lengths,
-    not_asking,
-    num_sms_,
-    of,
-    of_groups,
-    ratios,
-    rule,
-    segments,
-)
+from tests.ops.plan.walked import before_queries, check_walk, drawn, kv_heads_, num_sms_, of, ratios, segments
 from tests.pace import against_writing
-from tests.strategies import examples, random_tree, trees
+from tests.strategies import examples, random_tree
 
 BLOCKS = [items.BLOCK_BEGIN, items.BLOCK_END]
 TILES = sorted({*BACKWARD_TILES.values(), *FEW_KEYS_TILES.values()}, key=repr)
@@ -60,8 +47,8 @@ def computed(tile, item, rank, key_visible):
     return found
 
 
-def check(seg, tile, plan, heads, kv_heads, asks=None):
-    """The plan, walked as the kernels walk it."""
+def check(seg, tile, plan, heads, kv_heads, deterministic=False):
+    """The plan, walked as the kernels walk it; no block is one of rows without queries alone."""
     visible_end = np.append(seg.visible_end, np.zeros(2 * tile.tile_n, int))
 
     def steps(item):
@@ -75,7 +62,11 @@ def check(seg, tile, plan, heads, kv_heads, asks=None):
                 seen = (n[own] <= q) & (q < key_visible[own]) if masked else np.ones((len(q), count), int)
                 yield q, n[own], seen
 
-    return check_walk(seg, tile, plan, heads, kv_heads, steps, rule(seg), asks)
+    pairs, before = check_walk(seg, tile, plan, heads, kv_heads, steps), before_queries(seg)
+    assert not pairs[:, : seg.total][:, before > tile.tile_m].any()
+    if deterministic:
+        check_turns(seg, tile, plan, kv_heads)
+        check_waits(tile, plan)
 
 
 def check_turns(seg, tile, plan, kv_heads):
@@ -121,42 +112,24 @@ def check_waits(tile, plan):
             assert written[where, value] < asks, "waits for an item that may not have begun"
 
 
-@examples(300)
-@given(groups, st.sampled_from(TILES), ratios, kv_heads_, num_sms_)
-@example([(129, [])], TILES[0], 1, 1, 132)
-@example([(128, [128, 128]), (0, [1])], TILES[0], 4, 2, 132)
-@example([(1, [1] * 300)], TILES[0], 4, 1, 132)
-@example([(500, [200, 100])], TILES[-1], 40, 1, 132)
-@example([(257, []), (0, [1])], TILES[0], 1, 1, 2)
-def test_items_cover_each_visible_pair_once(groups, tile, ratio, kv_heads, num_sms):
-    seg = of_groups(groups)
-    check(seg, tile, backward_work(seg, tile, ratio * kv_heads, kv_heads, num_sms), ratio * kv_heads, kv_heads)
-
-
-@examples(120)
-@given(groups, st.sampled_from(TILES), ratios, kv_heads_, st.booleans())
-def test_rows_of_prompts_that_do_not_ask_are_left_out(groups, tile, ratio, kv_heads, deterministic):
-    """Every pair of a response's query, every key's gradients, and no block of rows without queries."""
-    seg, before = not_asking(of_groups(groups))
-    plan = backward_work(seg, tile, ratio * kv_heads, kv_heads, 20, deterministic)
-    for of_head in check(seg, tile, plan, ratio * kv_heads, kv_heads, before <= 0):
-        assert not of_head[: seg.total][before > tile.tile_m].any()
-    if deterministic:
-        check_turns(seg, tile, plan, kv_heads)
-
-
-@examples(100)
-@given(trees(max_segments=24, length=lengths), st.sampled_from(TILES), st.booleans())
-def test_rows_of_a_path_that_do_not_ask_are_left_out(tree, tile, deterministic):
-    """Rows above a part of a tree, of several segments, are left out."""
-    if (found := below_a_path(tree)) is None:
-        return
-    seg, before = found
-    plan = backward_work(seg, tile, 8, 2, 20, deterministic)
-    for of_head in check(seg, tile, plan, 8, 2, before <= 0):
-        assert not of_head[: seg.total][before > tile.tile_m].any()
-    if deterministic:
-        check_turns(seg, tile, plan, 2)
+@examples(400)
+@given(
+    drawn(), st.sampled_from(TILES), ratios, kv_heads_, num_sms_, st.booleans(),
+    st.sampled_from([1, backward.STAGGER]),
+)  # fmt: skip
+@example(segments([129], [[]]), TILES[0], 1, 1, 132, False, 1)
+@example(segments([128, 0], [[128, 128], [1]]), TILES[0], 4, 2, 132, False, 1)
+@example(segments([1], [[1] * 300]), TILES[0], 4, 1, 132, False, 1)
+@example(segments([500], [[200, 100]]), TILES[-1], 40, 1, 132, False, 1)
+@example(segments([500], [[200, 100]]), TILES[-1], 40, 1, 132, True, backward.STAGGER)
+@example(segments([257, 0], [[], [1]]), TILES[0], 1, 1, 2, False, 1)
+@example(segments([900, 700, 1], [[200, 100], [33], []]), backward_tile(256), 8, 2, 8, True, 1)
+@example(segments([900, 0], [[200, 100], [1]]), backward_tile(256), 8, 2, 8, True, 1)
+def test_items_cover_each_visible_pair_once(seg, tile, ratio, kv_heads, num_sms, deterministic, stagger):
+    """Long prompts are cut in a fixed order too, here with a stagger of 1."""
+    with mock.patch.object(backward, "STAGGER", stagger):
+        plan = backward_work(seg, tile, ratio * kv_heads, kv_heads, num_sms, deterministic)
+    check(seg, tile, plan, ratio * kv_heads, kv_heads, deterministic)
 
 
 @pytest.mark.parametrize("num_sms", [8, 132], ids=["many items", "few items"])
@@ -165,34 +138,8 @@ def test_rows_of_a_path_that_do_not_ask_are_left_out(tree, tile, deterministic):
 def test_keys_that_no_query_sees_are_stored(tile, deterministic, num_sms):
     """The only segment below some rows without queries is empty, so their keys get gradients of zero."""
     layout = Layout.from_segments([0, 0, 128, *range(128, 1209, 60)], [-1, 0, 1, *[0] * 18])
-    seg, asks = of(layout.without_queries(128)), np.arange(layout.num_tokens) >= 128
-    check(seg, tile, backward_work(seg, tile, 8, 2, num_sms, deterministic), 8, 2, asks)
-
-
-@examples(240)
-@given(groups, st.sampled_from(TILES), ratios, kv_heads_, num_sms_)
-@example([(500, [200, 100])], TILES[-1], 40, 1, 132)
-def test_deterministic_sums_have_one_order(groups, tile, ratio, kv_heads, num_sms):
-    seg = segments([p for p, _ in groups], [rs for _, rs in groups])
-    plan = backward_work(seg, tile, ratio * kv_heads, kv_heads, num_sms, deterministic=True)
-    check_turns(seg, tile, plan, kv_heads)
-    check_waits(tile, plan)
-    if seg.total <= 1000:
-        check(seg, tile, plan, ratio * kv_heads, kv_heads)
-
-
-@examples(120)
-@given(groups, st.sampled_from(TILES), st.sampled_from([8, 40]), kv_heads_, num_sms_)
-@example([(900, [200, 100]), (700, [33]), (1, [])], backward_tile(256), 8, 2, 8)
-@example([(900, [200, 100]), (0, [1])], backward_tile(256), 8, 2, 8)
-def test_long_prompts_are_cut_in_a_fixed_order_too(groups, tile, ratio, kv_heads, num_sms):
-    seg = segments([p for p, _ in groups], [rs for _, rs in groups])
-    with mock.patch.object(backward, "STAGGER", 1):
-        plan = backward_work(seg, tile, ratio * kv_heads, kv_heads, num_sms, deterministic=True)
-    check_turns(seg, tile, plan, kv_heads)
-    check_waits(tile, plan)
-    if seg.total <= 1000:
-        check(seg, tile, plan, ratio * kv_heads, kv_heads)
+    seg = of(layout.without_queries(128))
+    check(seg, tile, backward_work(seg, tile, 8, 2, num_sms, deterministic), 8, 2, deterministic)
 
 
 def test_responses_start_behind_the_next_prompt():
@@ -212,35 +159,12 @@ def test_responses_start_behind_the_next_prompt():
     assert plan.num_partials == 16 * 8 * 2, "of every second group: 10000 rows are whole blocks"
 
 
-@examples(75)
-@given(trees(length=lengths), st.sampled_from(TILES))
-def test_deeper_trees(tree, tile):
-    seg = of(Layout.from_segments(*tree))
-    if seg.total <= 1500:
-        check(seg, tile, backward_work(seg, tile, 2, 1, 132), 2, 1)
-        plan = backward_work(seg, tile, 2, 1, 132, deterministic=True)
-        check(seg, tile, plan, 2, 1)
-        check_turns(seg, tile, plan, 1)
-
-
-@examples(100)
-@given(trees(max_segments=200, length=st.integers(0, 20)), st.sampled_from(TILES), ratios, num_sms_)
-def test_deterministic_sums_of_tiny_segments_have_one_order(tree, tile, ratio, num_sms):
-    seg = of(Layout.from_segments(*tree))
-    plan = backward_work(seg, tile, ratio, 1, num_sms, deterministic=True)
-    check(seg, tile, plan, ratio, 1)
-    check_turns(seg, tile, plan, 1)
-    check_waits(tile, plan)
-
-
 def test_deep_trees_of_many_segments():
     for tree in (random_tree(0, 700, 64, 4), (range(801), range(-1, 799))):
         seg = of(Layout.from_segments(*tree))
         for deterministic in (False, True):
             plan = backward_work(seg, backward_tile(128), 4, 1, 132, deterministic)
-            check(seg, backward_tile(128), plan, 4, 1)
-        check_turns(seg, backward_tile(128), plan, 1)
-        check_waits(backward_tile(128), plan)
+            check(seg, backward_tile(128), plan, 4, 1, deterministic)
 
 
 def fewest_rows(seg, step, more):
@@ -358,12 +282,12 @@ def test_items_that_read_the_same_queries_start_when_these_are_in_l2(name, head_
     assert balance(plan, clusters) > least
 
 
-@examples(200)
-@given(groups, st.sampled_from(TILES), st.sampled_from([1, 2, 3]), kv_heads_, st.booleans())
-def test_partial_sums_take_a_quarter_of_dq(groups, tile, ratio, kv_heads, deterministic):
+@examples(100)
+@given(drawn(trees=None), st.sampled_from(TILES), st.sampled_from([1, 2, 3]), kv_heads_, st.booleans())
+def test_partial_sums_take_a_quarter_of_dq(seg, tile, ratio, kv_heads, deterministic):
     """Prompts of more items than clusters and MANY_HEADS query heads are the exception, for which `check` allows
     half."""
-    seg, heads = of_groups(groups), ratio * kv_heads
+    heads = ratio * kv_heads
     plan = backward_work(seg, tile, heads, kv_heads, 132, deterministic)
     assert plan.num_partials * 2 * tile.cluster * tile.tile_n <= seg.total * heads / 4
 
@@ -397,14 +321,6 @@ def test_rows_that_tiles_reach_past_the_last_one_are_int32():
     past = [max(tile.tile_m, tile.cluster * tile.tile_n) for tile in TILES]
     past += [tile.tokens(1) + tile.tile_n for tile in FORWARD_TILES.values()]
     assert MAX_ROWS + max(past) < 2**31
-
-
-def test_every_head_dim_has_a_tile():
-    made = {backward_tile(d) for d in range(8, HEAD_DIMS[-1] + 1, 8)} | {
-        backward_tile(d, head_dim_v=of_v) for d, of_v in MIXED
-    }
-    assert made == set(BACKWARD_TILES.values())
-    assert set(BACKWARD_TILES) == {*HEAD_DIMS, *MIXED}
 
 
 @pytest.mark.parametrize("few_keys", [False, True])

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from codegen.tiles import FORWARD_TILES, HEAD_DIMS, MAX_PACKED_HEADS, forward_tile, kernel_head_dim, packed_heads
+from codegen.tiles import FORWARD_TILES, HEAD_DIMS, MAX_PACKED_HEADS, forward_tile
 from cute_kernels import fwd_walk
 from cute_kernels.abi import MAX_ROWS
 from cute_kernels.abi import ForwardFields as items
 from dualkv.ops.plan import forward as plan_forward
 from dualkv.ops.plan.forward import L2_ROWS, forward_work, segment_begin
-from tests.ops.plan.walked import groups, not_asking, of_groups, rule, segments
+from tests.ops.plan.walked import before_queries, drawn, rule, segments
 from tests.pace import against_writing
 from tests.strategies import examples
 
@@ -112,30 +112,23 @@ def walk_blocks(item, blocks, walks, begin, tile_n, pairs):
 
 
 def check(seg, tile, heads):
+    """Rows of prompts without queries are left out but for the last one."""
     stores, pairs = walk(seg, tile, heads)
-    assert (stores == 1).all()
-    assert (pairs[:, : seg.total] == rule(seg)).all()
+    before = before_queries(seg)
+    assert (stores[before <= 0] == 1).all()
+    assert (stores[before > 1] == 0).all()
+    assert (pairs[:, : seg.total] == rule(seg))[before <= 0].all()
     assert not pairs[:, seg.total :].any()
 
 
 @examples(300)
-@given(groups, st.sampled_from(TILES), st.integers(1, MAX_PACKED_HEADS))
-@example([(129, [])], TILES[0], 1)
-@example([(128, [128, 128]), (0, [1])], TILES[0], 4)
-@example([(1, [1] * 300)], TILES[0], 4)
-@example([(128, [1, 300])], TILES[0], 4)
-def test_items_cover_each_visible_pair_once(groups, tile, heads):
-    check(of_groups(groups), tile, heads)
-
-
-@examples(120)
-@given(groups, st.sampled_from(TILES), st.integers(1, MAX_PACKED_HEADS))
-def test_rows_of_prompts_that_do_not_ask_are_left_out(groups, tile, heads):
-    seg, before = not_asking(of_groups(groups))
-    stores, pairs = walk(seg, tile, heads)
-    assert (stores[before <= 0] == 1).all()
-    assert (stores[before > 1] == 0).all()
-    assert (pairs[:, : seg.total][before <= 0] == rule(seg)[before <= 0]).all()
+@given(drawn(trees=None), st.sampled_from(TILES), st.integers(1, MAX_PACKED_HEADS))
+@example(segments([129], [[]]), TILES[0], 1)
+@example(segments([128, 0], [[128, 128], [1]]), TILES[0], 4)
+@example(segments([1], [[1] * 300]), TILES[0], 4)
+@example(segments([128], [[1, 300]]), TILES[0], 4)
+def test_items_cover_each_visible_pair_once(seg, tile, heads):
+    check(seg, tile, heads)
 
 
 @pytest.mark.parametrize(
@@ -186,19 +179,6 @@ def test_rows_up_to_int32():
     assert work.dtype == np.int32
     assert work.min() >= 0
     assert work[:, items.ROW_END].max() == MAX_ROWS
-
-
-def test_every_head_dim_and_ratio_has_a_tile():
-    for head_dim in range(8, HEAD_DIMS[-1] + 1, 8):
-        assert kernel_head_dim(head_dim) == min(native for native in HEAD_DIMS if native >= head_dim)
-    for ratio in range(1, 200):
-        heads = packed_heads(ratio)
-        assert ratio % heads == 0
-        assert heads == ratio or ratio > MAX_PACKED_HEADS
-        assert all(tile.tokens(heads) >= 1 for tile in TILES)
-    for wrong in (0, 4, 100, 520):
-        with pytest.raises(ValueError, match=f"head_dim is {wrong}"):
-            kernel_head_dim(wrong)
 
 
 @examples(100)

@@ -19,11 +19,15 @@ from cute_kernels.abi import PathFields as items
 from dualkv import Layout
 from dualkv.ops.features import Window
 from dualkv.ops.plan.paths import NEAR_ROWS, first_keys, path_work
-from tests.ops.plan.walked import below_a_path, lengths, of, rule
-from tests.strategies import binary_tree, examples, groups, random_tree, trees
+from tests.ops.plan.walked import before_queries, drawn, lengths, of, rule
+from tests.strategies import binary_tree, examples, random_tree, trees
 
 TILES = list(FORWARD_TILES.values())
 TILES_OF_WINDOWS = [*WINDOW_TILES.values(), SHORT_WINDOW_TILES[256], SHORT_WINDOW_SINKS_TILES[256]]
+
+
+def tree(offsets, parent):
+    return of(Layout.from_segments(offsets, parent))
 
 
 def key_blocks(item, regions, tile_n):
@@ -91,10 +95,8 @@ def walk(seg, tokens, tile_n, window=None, parts=1, by_segment=False):
 
 def check(seg, tokens, tile_n, window=None, parts=1, by_segment=False):
     taken, pairs = walk(seg, tokens, tile_n, window, parts, by_segment)
-    asked = np.ones(seg.total, bool)
+    asked = before_queries(seg) <= 0
     if seg.silent is not None:
-        roots = np.flatnonzero(seg.parent == -1)
-        asked = np.arange(seg.total) >= (seg.offsets[roots] + seg.silent)[seg.group_of_row]
         only = seg.group_rows == np.minimum(seg.silent, seg.group_rows)  # of these the last row is taken
         near = np.append(asked, np.zeros(tokens, bool))  # by segment, tiles begin up to so many rows before
         near = np.lib.stride_tricks.sliding_window_view(near, tokens)[: seg.total].any(1) if by_segment else asked
@@ -105,40 +107,27 @@ def check(seg, tokens, tile_n, window=None, parts=1, by_segment=False):
     assert not pairs[:, seg.total :].any()
 
 
-@examples(300)
-@given(trees(max_segments=24, length=lengths), st.sampled_from(TILES), st.integers(1, MAX_PACKED_HEADS), st.booleans())
-@example(([0, 128, 256, 384, 512], [-1, 0, 1, 0]), TILES[0], 4, False)
-@example(([0, 0, 0, 1], [-1, 0, 1]), TILES[0], 1, False)
-def test_items_cover_each_visible_pair_once(tree, tile, heads, by_segment):
-    seg = of(Layout.from_segments(*tree))
-    if seg.total <= 1500:
-        check(seg, tile.tokens(heads), tile.tile_n, None, tile.parts, by_segment)
-
-
-@examples(100)
-@given(trees(max_segments=24, length=lengths), st.sampled_from(TILES), st.integers(1, MAX_PACKED_HEADS), st.booleans())
-def test_rows_of_a_path_that_do_not_ask_have_no_items(tree, tile, heads, by_segment):
-    if (found := below_a_path(tree)) is not None:
-        check(found[0], tile.tokens(heads), tile.tile_n, None, tile.parts, by_segment)
-
-
 windows = st.one_of(
     st.builds(Window, size=st.one_of(st.integers(1, 5), st.integers(1, 400), st.sampled_from([63, 64, 65, 5000]))),
     st.builds(lambda chunk: Window(chunk=chunk), st.one_of(st.integers(1, 5), st.integers(1, 400), st.just(5000))),
 )
 
 
-@examples(300)
+@examples(400)
 @given(
-    trees(max_segments=24, length=lengths), st.sampled_from(TILES_OF_WINDOWS), st.integers(1, MAX_PACKED_HEADS),
-    windows, st.booleans(),
+    drawn(),
+    st.one_of(
+        st.tuples(st.sampled_from(TILES), st.none()), st.tuples(st.sampled_from(TILES_OF_WINDOWS), windows)
+    ),
+    st.integers(1, MAX_PACKED_HEADS), st.booleans(),
 )  # fmt: skip
-@example(([0, 300, 700, 900], [-1, 0, 0]), TILES[0], 4, Window(size=64), False)  # begin and end of responses in a tile
-@example(([0, 300, 320, 330, 1000], [-1, 0, 1, 0]), TILES[0], 4, Window(size=24), False)
-def test_items_cover_each_pair_of_a_window_once(tree, tile, heads, window, by_segment):
-    seg = of(Layout.from_segments(*tree))
-    if seg.total <= 1500:
-        check(seg, tile.tokens(heads), tile.tile_n, window, tile.parts, by_segment)
+@example(tree([0, 128, 256, 384, 512], [-1, 0, 1, 0]), (TILES[0], None), 4, False)
+@example(tree([0, 0, 0, 1], [-1, 0, 1]), (TILES[0], None), 1, False)
+@example(tree([0, 300, 700, 900], [-1, 0, 0]), (TILES[0], Window(size=64)), 4, False)  # within a tile
+@example(tree([0, 300, 320, 330, 1000], [-1, 0, 1, 0]), (TILES[0], Window(size=24)), 4, False)
+def test_items_cover_each_visible_pair_once(seg, tile_and_window, heads, by_segment):
+    tile, window = tile_and_window
+    check(seg, tile.tokens(heads), tile.tile_n, window, tile.parts, by_segment)
 
 
 def steps_of_rows(seg, rows, tokens, tile_n, window, parts):
@@ -174,18 +163,12 @@ def test_by_segment_a_row_is_computed_alike_whatever_else_is_packed(tree, tile, 
 
 
 @examples(150)
-@given(groups(max_groups=3, max_responses=6, length=lengths), windows, st.booleans(), st.sampled_from([24, 96, 128]))
-def test_windows_of_prompts_with_responses(layout, window, prompts_ask, tokens):
-    layout = Layout.from_lengths(*layout)
-    seg = of(layout if prompts_ask else layout.without_prompt_queries())
-    if seg.total <= 1500:
-        check(seg, tokens, 64, window, 4)
-
-
-@examples(150)
-@given(trees(max_segments=120, length=st.integers(0, 9)), st.sampled_from([16, 64, 192]), windows)
-def test_windows_of_tiny_segments(tree, tokens, window):
-    check(of(Layout.from_segments(*tree)), tokens, 16, window, 4)
+@given(
+    drawn(trees(max_segments=120, length=st.integers(0, 9))), st.sampled_from([16, 24, 64, 96, 128, 192]),
+    st.sampled_from([16, 64]), st.sampled_from([1, 4]), st.one_of(st.none(), windows),
+)  # fmt: skip
+def test_other_tiles(seg, tokens, tile_n, parts, window):
+    check(seg, tokens, tile_n, window, parts)
 
 
 def test_a_window_beyond_all_paths_changes_no_block():
@@ -195,20 +178,13 @@ def test_a_window_beyond_all_paths_changes_no_block():
     assert (full.regions == far.regions).all()
 
 
-@examples(150)
-@given(trees(max_segments=120, length=st.integers(0, 9)), st.sampled_from([16, 64, 192]))
-def test_tiny_segments(tree, tokens):
-    check(of(Layout.from_segments(*tree)), tokens, 64)
-
-
 def test_deep_trees_of_many_segments():
     layout = Layout.from_segments(*random_tree(0, 700, 64, 4))
     assert layout.depth == 64
-    check(of(layout), 64, 128)
-    chain = Layout.from_segments(range(801), range(-1, 799))
-    check(of(chain), 64, 128)
-    combs = Layout.from_segments(np.arange(601) * 2, [-1, *np.repeat(np.arange(0, 598, 2), 2), 598])
-    check(of(combs), 64, 128)
+    chain = tree(range(801), range(-1, 799))
+    combs = tree(np.arange(601) * 2, [-1, *np.repeat(np.arange(0, 598, 2), 2), 598])
+    for seg in (of(layout), chain, combs):
+        check(seg, 64, 128)
 
 
 def test_trees_pay_for_what_they_see():

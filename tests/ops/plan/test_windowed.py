@@ -12,20 +12,8 @@ from cute_kernels.abi import part_rows
 from dualkv import Layout
 from dualkv.ops.features import Window
 from dualkv.ops.plan.windowed import windowed_work
-from tests.ops.plan.walked import (
-    check_walk,
-    groups,
-    kv_heads_,
-    lengths,
-    not_asking,
-    num_sms_,
-    of,
-    of_groups,
-    ratios,
-    rule,
-    segments,
-)
-from tests.strategies import examples, trees
+from tests.ops.plan.walked import check_walk, drawn, kv_heads_, num_sms_, of, ratios, segments
+from tests.strategies import examples
 
 TILES = sorted({*BACKWARD_TILES.values(), BackwardTile(tile_m=128, cluster=1)}, key=repr)
 ORDERED = [BackwardTile(**(vars(tile) | {"deterministic": True})) for tile in TILES]
@@ -43,7 +31,7 @@ def rows_of(tile, flags, rank):
     return [(64 * wg, 64, *rows[kind]) for wg, kind in kinds if kind != fields.SKIP]
 
 
-def check(seg, window, tile, plan, heads, kv_heads, asks=None):
+def check(seg, window, tile, plan, heads, kv_heads):
     """The plan, walked as the kernels walk it."""
     total, M, N = seg.total, tile.tile_m, tile.tile_n
     visible_end = np.append(seg.visible_end, np.zeros(2 * N, int))
@@ -67,7 +55,7 @@ def check(seg, window, tile, plan, heads, kv_heads, asks=None):
                         assert seen[q[:, 0] < total].all(), "an unmasked block with a hidden pair"
                     yield q, n[own], seen
 
-    check_walk(seg, tile, plan, heads, kv_heads, steps, rule(seg, window), asks)
+    check_walk(seg, tile, plan, heads, kv_heads, steps, window)
     if tile.deterministic:
         check_waits(tile, plan, kv_heads)
 
@@ -102,39 +90,22 @@ sizes = st.one_of(st.integers(1, 10), st.integers(1, 700), st.sampled_from([63, 
 windows = st.builds(lambda chunked, n: Window(chunk=n) if chunked else Window(n), st.booleans(), sizes)
 
 
-@examples(200)
-@given(groups, windows, st.sampled_from(TILES + ORDERED), ratios, kv_heads_, num_sms_)
-@example([(129, [])], Window(1), TILES[0], 1, 1, 132)
-@example([(1, [1] * 300)], Window(2), TILES[0], 4, 1, 132)
-@example([(500, [200, 100])], Window(chunk=128), TILES[-1], 40, 1, 132)
-def test_items_cover_each_visible_pair_once(groups, window, tile, ratio, kv_heads, num_sms):
-    seg = of_groups(groups)
+@examples(300)
+@given(drawn(), windows, st.sampled_from(TILES + ORDERED), ratios, kv_heads_, num_sms_)
+@example(segments([129], [[]]), Window(1), TILES[0], 1, 1, 132)
+@example(segments([1], [[1] * 300]), Window(2), TILES[0], 4, 1, 132)
+@example(segments([500], [[200, 100]]), Window(chunk=128), TILES[-1], 40, 1, 132)
+def test_items_cover_each_visible_pair_once(seg, window, tile, ratio, kv_heads, num_sms):
     plan = windowed_work(seg, window, tile, ratio * kv_heads, kv_heads, num_sms)
     check(seg, window, tile, plan, ratio * kv_heads, kv_heads)
-
-
-@examples(100)
-@given(trees(length=lengths), windows, st.sampled_from(TILES + ORDERED))
-def test_trees(tree, window, tile):
-    seg = of(Layout.from_segments(*tree))
-    if seg.total <= 1500:
-        check(seg, window, tile, windowed_work(seg, window, tile, 2, 1, 132), 2, 1)
-
-
-@examples(100)
-@given(groups, windows, st.sampled_from(TILES + ORDERED))
-def test_rows_of_prompts_that_do_not_ask_are_left_out(groups, window, tile):
-    seg, before = not_asking(of_groups(groups))
-    plan = windowed_work(seg, window, tile, 4, 2, 20)
-    check(seg, window, tile, plan, 4, 2, before <= 0)
 
 
 @pytest.mark.parametrize("window", [Window(50), Window(1000), Window(chunk=64)], ids=str)
 @pytest.mark.parametrize("tile", TILES + ORDERED, ids=repr)
 def test_keys_that_no_query_sees_are_stored(tile, window):
     layout = Layout.from_segments([0, 0, 128, *range(128, 1209, 60)], [-1, 0, 1, *[0] * 18])
-    seg, asks = of(layout.without_queries(128)), np.arange(layout.num_tokens) >= 128
-    check(seg, window, tile, windowed_work(seg, window, tile, 4, 2, 20), 4, 2, asks)
+    seg = of(layout.without_queries(128))
+    check(seg, window, tile, windowed_work(seg, window, tile, 4, 2, 20), 4, 2)
 
 
 def executed(tile, plan):

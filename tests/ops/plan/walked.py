@@ -1,16 +1,19 @@
-"""Common parts of the planners' tests: random groups, the rule of visibility, and the bookkeeping of the backward's
+"""Common parts of the planners' tests: random layouts, the rule of visibility, and the bookkeeping of the backward's
 walk."""
 
 import numpy as np
+from hypothesis import note
 from hypothesis import strategies as st
 
 from cute_kernels.abi import BackwardFields as items
 from dualkv import Layout
-from dualkv.segments import Segments, segments_of
+from dualkv.segments import segments_of
+from tests import strategies
 
 SIZES_OF_TILES = st.sampled_from([63, 64, 65, 80, 96, 112, 127, 128, 129, 256])
+MOST_ROWS = 1000
 lengths = st.one_of(st.integers(0, 5), st.integers(0, 300), SIZES_OF_TILES)
-groups = st.lists(st.tuples(lengths, st.lists(lengths, max_size=6)), max_size=4)
+TREES = strategies.trees(max_segments=24, length=lengths) | strategies.trees(200, st.integers(0, 20))
 ratios, kv_heads_, num_sms_ = st.sampled_from([1, 2, 3, 8, 40]), st.integers(1, 2), st.sampled_from([2, 20, 132])
 
 
@@ -22,33 +25,35 @@ def segments(prompts, responses):
     return of(Layout.from_lengths(prompts, responses))
 
 
-def of_groups(groups):
-    """Segments of the first of the groups, 1000 rows or fewer."""
-    groups = list(groups)
-    while sum(p + sum(rs) for p, rs in groups) > 1000:
-        groups.pop()
-    return segments([p for p, _ in groups], [rs for _, rs in groups])
+@st.composite
+def drawn(draw, trees=TREES):
+    """Draw segments of groups, or of trees unless `trees` is None, of MOST_ROWS rows or fewer. In half of them prompts,
+    or the rows above the first leaf of a tree, have no queries."""
+    all_ask = draw(st.booleans())
+    if trees is None or draw(st.booleans()):
+        prompts, responses = draw(strategies.groups(max_responses=6, length=lengths))
+        while sum(prompts) + sum(map(sum, responses)) > MOST_ROWS:
+            prompts, responses = prompts[:-1], responses[:-1]
+        layout = Layout.from_lengths(prompts, responses)
+        layout = layout if all_ask else layout.without_prompt_queries()
+    else:
+        offsets, parent = draw(trees)
+        while offsets[-1] > MOST_ROWS:
+            offsets, parent = offsets[:-1], parent[:-1]
+        layout, chain = Layout.from_segments(offsets, parent), 1
+        while chain < len(parent) and parent[chain] == chain - 1:
+            chain += 1
+        if not all_ask and 0 < offsets[chain - 1] < layout._segments.group_rows[0]:
+            layout = layout.without_queries(offsets[chain - 1])
+    note(f"offsets {layout.offsets.tolist()}, parent {layout.parent.tolist()}, silent {layout._segments.silent}")
+    return of(layout)
 
 
-def not_asking(asking):
-    """Make segments whose prompts have no queries; and the rows from each row to its prompt's end, not above 0 for a
-    response."""
-    seg = Segments(asking.offsets, asking.parent, asking.lengths[asking.parent == -1])
-    root = np.maximum.accumulate(np.where(seg.parent == -1, np.arange(len(seg.parent)), 0))[seg.segment_of_row]
-    return seg, seg.offsets[root + 1] - np.arange(seg.total)
-
-
-def below_a_path(tree):
-    """Segments of a tree whose first rows, on the path to its first leaf, have no queries; None if there are no such
-    rows, or no others. And the rows from each row to the first one with a query, not above 0 after it."""
-    layout = Layout.from_segments(*tree)
-    parent, chain = layout.parent.tolist(), 1
-    while chain < len(parent) and parent[chain] == chain - 1:
-        chain += 1
-    rows = int(layout.offsets[chain - 1])
-    if not 0 < rows < of(layout).subtree_end[0] or layout.num_tokens > 1500:
-        return None
-    return of(layout.without_queries(rows)), rows - np.arange(layout.num_tokens)
+def before_queries(seg):
+    """[T] rows from each row to the first one of its group with a query; 0 and below from that one on."""
+    if seg.silent is None:
+        return np.zeros(seg.total, int)
+    return (seg.offsets[seg.roots] + seg.silent)[seg.group_of_row] - np.arange(seg.total)
 
 
 def rule(seg, window=None):
@@ -86,19 +91,19 @@ def walk(seg, tile, plan, kv_heads, steps):
     return pairs, stores
 
 
-def check_walk(seg, tile, plan, heads, kv_heads, steps, rule, asks=None):
-    """Every pair of the rule once, of rows without queries at most once; every key stored once. Returns the pairs."""
+def check_walk(seg, tile, plan, heads, kv_heads, steps, window=None):
+    """Every visible pair once, of rows without queries at most once; every key stored once. Returns the pairs."""
     assert plan.items.dtype == plan.sums.dtype == np.int32
     assert plan.num_partials == plan.sums[:, items.SUM_COUNT].sum()
     floats = 2 * tile.cluster * tile.tile_n
     assert plan.num_partials * floats <= seg.total * heads / 2, "partial sums take at most half of dQ"
     pairs, stores = walk(seg, tile, plan, kv_heads, steps)
     assert (stores == 1).all()
-    asks = np.ones(seg.total, bool) if asks is None else asks
+    asks, wanted = before_queries(seg) <= 0, rule(seg, window)
     for of_head in pairs:
         found = of_head[: seg.total, : seg.total]
-        assert (found[asks] == rule[asks]).all()
-        assert (found[~asks] <= rule[~asks]).all()
+        assert (found[asks] == wanted[asks]).all()
+        assert (found[~asks] <= wanted[~asks]).all()
         assert not of_head[seg.total :].any()
         assert not of_head[:, seg.total :].any()
     return pairs
