@@ -70,7 +70,7 @@ class PacksBatches:
         max_tokens = data["max_token_len_per_gpu"] * self.row_ranks if dynamic else None
         self._planned = walk(rollouts, max_tokens) if walk is not None and max_tokens is not None else None
         if self._planned is not None:
-            parts: list[list[int]] | None = [one.sequences for one in self._planned.batches]
+            parts: list[list[int]] | None = [unit.rollouts.tolist() for unit in self._planned.units]
         else:
             parts = plan_on_all_ranks(
                 rollouts,
@@ -105,7 +105,7 @@ class PacksBatches:
         # With veRL's own trainers this is the first place where dualkv sees the loss.
         config = getattr(loss_function, "keywords", {}).get("config")
         if isinstance(config, ActorConfig | CriticConfig) and dist.get_rank() == 0:
-            losses.warn_of_verl(config, "actor" if isinstance(config, ActorConfig) else "critic")
+            losses.warn(losses.verl_settings(config, "actor" if isinstance(config, ActorConfig) else "critic"))
         return self._measured(super().train_batch, data, loss_function, passes=3)  # type: ignore[misc]
 
     def infer_batch(self, data: TensorDict, loss_function: Callable[..., Any] | None = None) -> Any:

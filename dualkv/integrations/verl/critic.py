@@ -13,7 +13,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
 
 from dualkv.integrations.verl.engine import FSDP, DualKVEngine
-from dualkv.integrations.verl.options import BATCH_INVARIANT, CANARY, PACKED, PLACES, Options, of
+from dualkv.integrations.verl.options import PACKED, PLACES, of
 
 
 @EngineRegistry.register(model_type="value_model", backend=FSDP, device="cuda", vendor="nvidia")
@@ -27,11 +27,11 @@ class DualKVCritic(DualKVEngine, FSDPEngineWithValueHead):
 
     def _read_options(self, model_config: Any) -> None:
         super()._read_options(model_config)
-        refuse_of_log_probs(self._options)
+        self._options.refuse_of_log_probs()
 
     def __new__(cls, model_config: Any, *args: Any, **kwargs: Any) -> Any:
         given = of(model_config)
-        refuse_alone(given)
+        given.refuse_alone(PLACES[1], f"{PACKED}=True")
         if given.packed:
             return super().__new__(cls)
         return FSDPEngineWithValueHead(model_config, *args, **kwargs)
@@ -42,16 +42,3 @@ class DualKVCritic(DualKVEngine, FSDPEngineWithValueHead):
         config = copy.deepcopy(config)
         config.architectures = None
         return config
-
-
-def refuse_alone(options: Options) -> None:
-    """Raises ValueError for options of a critic that is not packed."""
-    if name := options.alone:
-        raise ValueError(f"{PLACES[1]}.{name} is set without {PACKED}=True, expected both")
-
-
-def refuse_of_log_probs(options: Options) -> None:
-    """Raises ValueError for options of log-probs, which a critic does not have."""
-    for name in (BATCH_INVARIANT, CANARY):
-        if value := options.given.get(name):
-            raise ValueError(f"{PLACES[1]}.{name} is {value}, expected none: it is of log-probs")

@@ -48,10 +48,18 @@ class Options:
     canary: int | None
     keeping: Keeping | None
 
-    @property
-    def alone(self) -> str | None:
-        """The name of an option that does nothing, because packing is not chosen, and not switched off either."""
-        return None if self.packed is not None else next((name for name in NAMES if self.given.get(name)), None)
+    def refuse_alone(self, place: str, line: str) -> None:
+        """Raise ValueError for an option at a place that does nothing, because the line that switches packing on is
+        missing, and packing is not switched off either."""
+        for name in NAMES if self.packed is None else ():
+            if self.given.get(name):
+                raise ValueError(f"{place}.{name} is set without {line}, expected both")
+
+    def refuse_of_log_probs(self) -> None:
+        """Raise ValueError for options of log-probs, which a critic does not have."""
+        for name in (BATCH_INVARIANT, CANARY):
+            if value := self.given.get(name):
+                raise ValueError(f"{PLACES[1]}.{name} is {value}, expected none: it is of log-probs")
 
 
 def of(model_config: Any) -> Options:

@@ -16,7 +16,6 @@ from verl.utils.seqlen_balancing import log_seqlen_unbalance
 from dualkv.integrations import losses
 from dualkv.integrations.verl import options
 from dualkv.integrations.verl.batches import MODEL_TYPE
-from dualkv.integrations.verl.critic import refuse_alone, refuse_of_log_probs
 from dualkv.integrations.verl.engine import FSDP, check_strategy
 from dualkv.integrations.verl.work import balance, rank_works, rollouts_by_tag
 
@@ -39,7 +38,7 @@ class _WholeGroups:
                 " False",
                 stacklevel=2,
             )
-        losses.warn_of_verl(config.actor_rollout_ref.actor)
+        losses.warn(losses.verl_settings(config.actor_rollout_ref.actor))
         super().__init__(config)  # type: ignore[call-arg]
 
     def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -73,21 +72,19 @@ def _refuse(config: Any) -> None:
     kind, given = model.get("model_type"), options.read(model.get("fused_kernel_options"))
     if kind == MODEL_TYPE:
         check_strategy(config.actor_rollout_ref.actor.strategy)
-    elif kind != OBSERVED and (name := given.alone):
-        raise ValueError(
-            f"{options.PLACES[0]}.{name} is set without actor_rollout_ref.model.model_type={MODEL_TYPE}, expected both"
-        )
+    elif kind != OBSERVED:
+        given.refuse_alone(options.PLACES[0], f"actor_rollout_ref.model.model_type={MODEL_TYPE}")
     critic: Any = config.get("critic") or {}
     of_critic: Any = critic.get("model") or {}
     given = options.read(of_critic.get("fused_kernel_options"))
-    refuse_alone(given)
+    given.refuse_alone(options.PLACES[1], f"{options.PACKED}=True")
     if given.packed:
         if critic.strategy not in FSDP:
             raise ValueError(
                 f"{options.PLACES[1]}.{options.PACKED} packs groups on strategy fsdp and fsdp2, not on"
                 f" {critic.strategy}: set critic.strategy=fsdp2, or leave the option out"
             )
-        refuse_of_log_probs(given)
+        given.refuse_of_log_probs()
     elif of_critic.get("model_type") == MODEL_TYPE:
         raise ValueError(
             f"critic.model.model_type is {MODEL_TYPE}, which packs no critic: set"

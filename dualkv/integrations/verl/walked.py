@@ -173,28 +173,28 @@ class PartRows(NamedTuple):
 
     Attributes:
         micro_batch: on the device; of rollouts whose loss the pass computes, or settings alone.
-        has_values: whether values of some rows are taken.
         members: the rollouts whose loss the pass computes, as indices in the unit.
         tokens: the response tokens whose values it computes, or takes gradients of, where no rollout is whole.
     """
 
     packed: PackedRollouts
     micro_batch: TensorDict
-    has_values: bool = False
     members: IntArray = NONE
     tokens: IntArray = NONE
+
+    @property
+    def has_values(self) -> bool:
+        return len(self.members) + len(self.tokens) > 0
 
 
 class Planned(NamedTuple):
     """The plan of a batch of which some trees are walked, on this rank or on others.
 
     Attributes:
-        batches: walked ones first, so that ranks run the first passes of trunks together.
-        units: the same, in parts.
+        units: walked ones first, so that ranks run the first passes of trunks together.
         holds: whether parameters stay gathered between passes without a graph.
     """
 
-    batches: list[PlannedBatch]
     units: list[Unit]
     holds: bool
 
@@ -323,10 +323,10 @@ def _rows_of(one: Pass, unit: Unit | None, one_rollout: TensorDict) -> PartRows:
     if len(members):
         micro_batch = tu.index_select_tensor_dict(unit.micro_batch, members.tolist())
         packed = unit.of_part(one.part, members)
-        return PartRows(packed, verl_data.on_device(micro_batch, get_device_id()), True, members)
+        return PartRows(packed, verl_data.on_device(micro_batch, get_device_id()), members)
     if len(tokens):
         micro_batch = verl_data.on_device(unit.micro_batch, get_device_id())
-        return PartRows(unit.of_part(one.part, None), micro_batch, True, tokens=tokens)
+        return PartRows(unit.of_part(one.part, None), micro_batch, tokens=tokens)
     return PartRows(of_ids(unit.ids_of(one.part)), one_rollout)
 
 
@@ -370,7 +370,7 @@ class WalksBatches:
         holds = self._agree(error, tokens, has_room)
         if holds:
             logger.info("dualkv: parameters stay gathered between passes without a graph")
-        return Planned(batches, made, holds)
+        return Planned(made, holds)
 
     def _walk_bytes(self: Any, forward_only: bool, of_tokens: float) -> float:
         """Return the bytes that passes may take, from those of a micro-batch of as many tokens as one may have."""
