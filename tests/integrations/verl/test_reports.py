@@ -1,4 +1,4 @@
-"""What runs report: the canary, `dualkv_observe`, the benchmark.
+"""Reports of runs: the canary, `dualkv_observe`, the benchmark.
 
 test_equivalence.py compares the updates of the canary's scenarios with those of veRL's own engine."""
 
