@@ -11,26 +11,19 @@ import warnings
 from functools import cache
 from typing import Any
 
-
-def warn_of_verl(config: Any, role: str = "actor") -> None:
-    """Warns of settings of veRL's losses, by `actor_rollout_ref.actor` or `critic`, OmegaConf's objects or veRL's
-    own."""
-    for setting, what, remedy in verl_settings(config, role):
-        _warn(f"{role}.{setting}", what, remedy)
-
-
-def warn_of_trl(trainer: Any) -> None:
-    """Warns of settings of the losses of a `trl.GRPOTrainer` or `trl.RLOOTrainer`."""
-    for setting, what, remedy in trl_settings(trainer):
-        _warn(setting, what, remedy)
-
-
 Found = list[tuple[str, str, str]]  # (setting, what the loss does within a micro-batch, remedy)
 ONE = "have a micro-batch hold a whole update"
 
 
+def warn(settings: Found) -> None:
+    """Warn of settings that a function here found."""
+    for setting, what, remedy in settings:
+        _warn(setting, what, remedy)
+
+
 def verl_settings(config: Any, role: str = "actor") -> Found:
-    """Settings of veRL 0.9 (`verl.trainer.ppo.core_algos`) whose losses use statistics of a micro-batch."""
+    """Settings of veRL 0.9 (`verl.trainer.ppo.core_algos`) whose losses use statistics of a micro-batch, by
+    `actor_rollout_ref.actor` or `critic`, OmegaConf's objects or veRL's own."""
     found, policy_loss = [], config.get("policy_loss") or {}
     mode = policy_loss.get("loss_mode", "vanilla")
     one = f"{ONE} (actor.ppo_max_token_len_per_gpu)"
@@ -51,11 +44,11 @@ def verl_settings(config: Any, role: str = "actor") -> Found:
         name = "loss_agg_mode=seq-mean-token-sum-norm without loss_scale_factor"
         remedy = f"set {role}.loss_scale_factor, such as to data.max_response_length"
         found.append((name, "divides by the longest response of a micro-batch", remedy))
-    return found
+    return [(f"{role}.{setting}", what, remedy) for setting, what, remedy in found]
 
 
 def trl_settings(trainer: Any) -> Found:
-    """Settings of TRL 1.16 (`_compute_loss`) whose losses use statistics of a micro-batch.
+    """Settings of TRL 1.16 (`_compute_loss`), GRPO or RLOO, whose losses use statistics of a micro-batch.
 
     RLOO and GMPO average over rollouts, and micro-batches have equally many.
     """

@@ -16,15 +16,8 @@ RATIO = "dualkv/ratio_at_equal_weights"
 
 
 def log_ratios(new: torch.Tensor, old: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """The lowest and the highest difference of log-probs of the same weights.
-
-    Args:
-        new, old: [...] of one shape.
-        counted: [...] booleans, or zeros and ones: the tokens that count.
-
-    Returns:
-        [2], 0 if no token counts; for :func:`furthest_ratio`; those of several ranks may be end to end.
-    """
+    """[2], for :func:`furthest_ratio`: the lowest and the highest difference of log-probs of the same weights, where
+    tokens count; 0 if none does. Those of several ranks may be end to end."""
     differences = (new.detach() - old)[counted != 0]
     differences = torch.cat([differences, differences.new_zeros(1)])  # equal log-probs are no news
     return torch.stack([differences.min(), differences.max()])

@@ -37,19 +37,10 @@ OF_TEXT = {"input_ids", "attention_mask", "position_ids"}
 class GRPOTrainer(grpo_trainer.GRPOTrainer):
     """`swift.rlhf_trainers.GRPOTrainer` that computes once what rollouts of a micro-batch share.
 
-    Arguments, losses and metrics are ms-swift's. Rows are packed as trees: prompts, and turns that rollouts have in
-    common, of 8 tokens or more. Policy, reference (a model, or the policy without its adapters) and teacher run packed.
-    Values of trained tokens are those of ms-swift up to rounding; all others are 0, where ms-swift computes them and
-    leaves them out of its losses and metrics.
-
-    A micro-batch has `per_device_train_batch_size` rollouts, in their order. A multiple of `num_generations` splits no
-    group; a group that is split repeats what it shares.
-
-    More metrics, one value for each call of a model: "dualkv/tokens_packed" and "dualkv/tokens_padded" are rows of the
-    model, packed and as ms-swift has them; "dualkv/dedup_ratio" is tokens_padded divided by tokens_packed.
-
-    Args:
-        model, ref_model, args, kwargs: ms-swift's.
+    Arguments, losses and metrics are ms-swift's; docs/ms-swift.md has the metrics that are added. Rows are packed as
+    trees: prompts, and turns that rollouts have in common, of 8 tokens or more. Policy, reference (a model, or the
+    policy without its adapters) and teacher run packed. Values of tokens that are not trained are 0, where ms-swift
+    computes them and leaves them out of its losses and metrics.
 
     Raises:
         ValueError: by the constructor for a model that :func:`dualkv.integrations.transformers.enable` refuses,

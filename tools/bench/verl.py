@@ -50,7 +50,7 @@ from verl.workers.utils.losses import ppo_loss
 from dualkv.bench import traces
 from dualkv.bench.run import in_words
 from dualkv.integrations.verl import MODEL_TYPE, work
-from dualkv.integrations.verl.balance import rollouts_by_tag
+from dualkv.integrations.verl.work import rollouts_by_tag
 from dualkv.models import CONFIGS
 from tools.bench import harness, ragged, stock_attention
 from tools.bench.random_weights import random_model, random_shards, save_config

@@ -37,15 +37,8 @@ class Checked(nn.Module):
     def _enter(
         self, hidden_states: torch.Tensor, given: Any, others: dict[str, Any], by_place: tuple[Any, ...] = ()
     ) -> PackedGroups | None:
-        """Return the argument of a call if it is checked PackedGroups, else None; this layer's router is told of
-        them.
-
-        Args:
-            hidden_states: of the call.
-            given: its packed_seq_params.
-            others: further arguments by name.
-            by_place: further arguments by position, of which no megatron-core gives any.
-        """
+        """Return a call's packed_seq_params (`given`) if they are checked PackedGroups, else None, and tell this
+        layer's router. Further arguments come by name; `by_place` no megatron-core gives any."""
         RUNNING.layer, RUNNING.packed = self.layer_number, None
         if any(isinstance(x, PackedGroups) for x in by_place):
             raise ValueError("PackedGroups came by position, expected packed_seq_params=PackedGroups(...)")

@@ -73,14 +73,8 @@ class _PackedSelfAttention(Checked, SelfAttention):
                     f"layer {self.layer_number} gets no rotary_pos_emb, expected a model whose position_embedding_type"
                     f" is {' or '.join(ROTARY)}, or one whose config has is_hybrid_model"
                 )
-        return super().forward(
-            hidden_states,
-            attention_mask,
-            *args,
-            rotary_pos_emb=rotary_pos_emb,
-            packed_seq_params=packed_seq_params,
-            **kwargs,
-        )
+        kwargs |= {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": packed_seq_params}
+        return super().forward(hidden_states, attention_mask, *args, **kwargs)
 
 
 class _PackedMLASelfAttention(Checked, MLASelfAttention):
@@ -147,16 +141,8 @@ class _CoreAttention(nn.Module):
         **kwargs: Any,
     ) -> Any:
         if not isinstance(packed_seq_params, PackedGroups):
-            return super().forward(
-                query,
-                key,
-                value,
-                attention_mask,
-                *args,
-                attention_bias=attention_bias,
-                packed_seq_params=packed_seq_params,
-                **kwargs,
-            )
+            kwargs |= {"attention_bias": attention_bias, "packed_seq_params": packed_seq_params}
+            return super().forward(query, key, value, attention_mask, *args, **kwargs)
         refuse_beside(attention_mask=attention_mask, attention_bias=attention_bias)
         config, offset = self.config, getattr(self, "softmax_offset", None)
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, self.layer_number)
@@ -333,11 +319,7 @@ def enable(target: Target) -> Target:
         logits = model(batch.input_ids, batch.position_ids, None, packed_seq_params=PackedGroups(batch))
 
     input_ids is [1, T], the groups of :func:`dualkv.pack` or `pack_sequences` in one packed row. The attention mask is
-    None. Every layer runs :func:`dualkv.attention` over this rank's heads, with the window of the layer and the softmax
-    offset of its heads. With sequence parallelism T must be a multiple of the tensor-parallel size
-    (:func:`dualkv.sequence_parallel.padded`). Routers of experts count rollouts
-    (:mod:`dualkv.integrations.megatron.routers`). Recomputation of layers or of the core attention needs nothing else.
-    `deterministic_mode` of the config gives bitwise equal gradients from run to run.
+    None. Routers of experts count rollouts. `deterministic_mode` of the config gives bitwise equal gradients.
 
     Args:
         target: a `ModuleSpec` or the submodules of a transformer layer or block, or a `GPTModel` or `HybridModel`,
@@ -349,11 +331,8 @@ def enable(target: Target) -> Target:
     Raises:
         ValueError: a layer that is neither megatron-core's causal `SelfAttention` or `MLASelfAttention` with its own
             core attention nor its `GatedDeltaNet` or `MambaMixer`, a router that is not its `TopKRouter`, or a config
-            that :mod:`dualkv.integrations.megatron.configs` refuses: with attention dropout, CUDA graphs, experts that
-            drop tokens or depend on all rows, and others. Of a spec the config is checked when a layer is built. Every
-            rank raises the same error. A call raises ValueError for an attention mask or bias, a cache, another number
-            of tokens than the layout's, heads that context-parallel ranks cannot share ("a2a"), and a model without
-            rotary embeddings.
+            that :mod:`dualkv.integrations.megatron.configs` refuses. Of a spec the config is checked when a layer is
+            built. Every rank raises the same error. Calls raise ValueError for what docs/megatron.md names.
         TypeError: neither a spec nor a model.
     """
     if not isinstance(target, nn.Module):

@@ -42,6 +42,15 @@ def _padded(x: torch.Tensor, packed: PackedGroups) -> torch.Tensor:
     return F.pad(x, [0, 0] * (x.dim() - 2) + [0, missing]) if missing else x
 
 
+def _convolved(
+    trees: Trees, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, slow: bool
+) -> torch.Tensor:
+    """rows [1, t, C] behind a causal convolution along each path, with weight [C, 1, k]."""
+    kernel = None if slow else kernels.convolution(activation, rows.device)
+    rows, weight = rows.transpose(1, 2), weight.squeeze(1)
+    return convolution_of_paths(trees, convolution, rows, weight, bias, kernel, activation=activation).transpose(1, 2)
+
+
 class PackedGatedDeltaNet(Checked, stock.GatedDeltaNet):
     """[rows, 1, C] -> [rows, 1, C] and a bias, like the packed self-attention.
 
@@ -82,15 +91,7 @@ class PackedGatedDeltaNet(Checked, stock.GatedDeltaNet):
         slow = self.config.deterministic_mode  # the library's sums have no fixed order
         heads, keys, values = self.num_value_heads, 2 * self.qk_dim, self.v_dim
         qkv, gate, beta, alpha = projected.split([n // self.tp_size for n in (keys + values, values, heads, heads)], -1)
-        qkv = convolution_of_paths(
-            trees,
-            convolution,
-            qkv.transpose(1, 2),
-            self.conv1d.weight.squeeze(1),
-            self.conv1d.bias,
-            None if slow else kernels.convolution(self.activation, qkv.device),
-            activation=self.activation,
-        ).transpose(1, 2)
+        qkv = _convolved(trees, qkv, self.conv1d.weight, self.conv1d.bias, self.activation, slow)
         qk, v = qkv.split([n // self.tp_size for n in (keys, values)], -1)
         qk = qk.unflatten(-1, (-1, self.key_head_dim)).contiguous()
         if self.use_qk_l2norm:
@@ -149,15 +150,7 @@ if HybridModel is not None:
             inner, states = self.d_inner_local_tp, self.ngroups_local_tp * self.d_state
             slow = projected.device.type == "cpu" or self.config.deterministic_mode
             z, rows, dt = projected.split([inner, inner + 2 * states, self.nheads_local_tp], -1)
-            rows = convolution_of_paths(
-                trees,
-                convolution,
-                rows.transpose(1, 2),
-                self.conv1d_weight.squeeze(1),
-                self.conv1d_bias,
-                None if slow else kernels.convolution(self.activation, rows.device),
-                activation=self.activation,
-            ).transpose(1, 2)
+            rows = _convolved(trees, rows, self.conv1d_weight, self.conv1d_bias, self.activation, slow)
             x, b, c = rows.split([inner, states, states], -1)
             x = x.unflatten(-1, (-1, self.headdim)).contiguous()
             b, c = (each.unflatten(-1, (-1, self.d_state)).contiguous() for each in (b, c))

@@ -28,10 +28,9 @@ SHARDS = {"a2a": Shard, "all_gather": ContextShard}
 
 
 class OneRank:
-    """A group of one rank, for which megatron-core returns the rotary frequencies of all positions. Otherwise it would
-    cut them into the shares of its own context parallelism, and packed groups have other shares.
+    """A group of one rank, for which megatron-core returns the rotary frequencies of all positions, uncut.
 
-    It is all that a model's rotary embedding gets of a call, so it knows the PackedGroups. All are equal, because
+    A model's rotary embedding gets nothing else of a call, so it knows the PackedGroups. All are equal, because
     megatron-core caches frequencies by them.
     """
 
@@ -58,33 +57,25 @@ class PackedGroups(PackedSeqParams):
     """A layout on its way through a megatron-core model, as `packed_seq_params`.
 
     Make one for each micro-batch, on every rank of the model from the same layout. With context parallelism every rank
-    holds an equal share of the rows. With "a2a" it runs attention on all rows and a share of the heads
-    (:class:`dualkv.sequence_parallel.Shard`), with "all_gather" on its own rows and all heads
-    (:class:`dualkv.context_parallel.ContextShard`), for any number of ranks.
+    holds an equal share of the rows.
 
     Attributes:
         shard: this rank's rows, with the layout of all of them.
-        length: as given.
-        count: as given.
         position_ids: [3, 1, num_tokens] of this rank's rows, if given or placed by a model with a vision tower.
         runs_again: whether the layer that runs now is known to be recomputed.
 
     Args:
-        layout: which of the T rows belong to which prompt and response; of any depth, on the device of the model. Or
-            the batch that has it: :func:`dualkv.pack_sequences` says where rollouts end, which `count` needs to know.
+        layout: of the T rows, on the device of the model; or the batch that has it, which says where rollouts end.
         multiple: rows of a rank become a multiple of it: the tensor-parallel size, with sequence parallelism. The
             layout is padded with rows that see themselves alone.
-        length: T becomes this number, `seq_length` of megatron-core's schedules, for interleaved pipeline stages. They
-            exchange micro-batches of one length.
+        length: T becomes this number, `seq_length` of megatron-core's schedules, for interleaved pipeline stages.
         cp_group: the context-parallel ranks, by default megatron-core's. All of them construct it together.
-        cp_comm_type: what context-parallel ranks exchange, in the words of megatron-core's config: "a2a" (heads) or
-            "all_gather" (keys and values).
-        count: what the routers of experts count, for expert biases, auxiliary losses and the z-loss. "rollouts": each
-            row as often as there are rollouts with it, so that biases and losses are those of separate sequences, and
-            rows that pad the layout not at all; "rows": each row once.
+        cp_comm_type: what context-parallel ranks exchange: "a2a" (heads, :class:`dualkv.sequence_parallel.Shard`) or
+            "all_gather" (keys and values, :class:`dualkv.context_parallel.ContextShard`).
+        count: what the routers of experts count. "rollouts": each row as often as there are rollouts with it, and rows
+            that pad the layout not at all; "rows": each row once.
         position_ids: [3, T], for a `GPTModel` with "mrope" whose caller places images: frames, height and width of each
-            row in its own unpacked sequence. By default those of text. Known models with a vision tower find them
-            (:mod:`dualkv.integrations.megatron.media`).
+            row in its own unpacked sequence. By default those of text.
 
     Raises:
         TypeError: the layout is neither a :class:`dualkv.Layout` nor a batch; `multiple` or `length` is no integer.
@@ -166,44 +157,17 @@ class PackedGroups(PackedSeqParams):
         return trees_of(self.shard)
 
     def split(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """This rank's rows of `input_ids`, `position_ids` or labels; zeros in rows that pad the layout.
-
-        Args:
-            x: rows of the layout along `dim`, with or without those that pad it.
-            dim: of the rows.
-
-        Returns:
-            `num_tokens` rows along `dim`.
-
-        Raises:
-            ValueError: another number of rows.
-        """
+        """This rank's rows along `dim` of `input_ids`, `position_ids` or labels, which come with or without rows that
+        pad the layout; zeros there. Raises ValueError for another number of rows."""
         return self.shard.split(x, dim)
 
     def gather(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """The rows of all context-parallel ranks, on each of them, differentiable as :meth:`Shard.gather` is.
-
-        Args:
-            x: `num_tokens` rows along `dim`.
-            dim: of the rows.
-
-        Returns:
-            All rows of `layout` along `dim`.
-
-        Raises:
-            ValueError: another number of rows.
-        """
+        """All rows of `layout` along `dim` from each context-parallel rank's, on all of them, differentiable as
+        :meth:`Shard.gather` is. Raises ValueError for another number of rows."""
         return self.shard.gather(x, dim)
 
     def predictions(self, batch: PackedBatch | PackedSequences) -> Predictions:
-        """The response tokens that this rank's rows predict.
-
-        Args:
-            batch: of which `layout` is the layout.
-
-        Returns:
-            Their rows and tokens; its `gather` makes one tensor for all ranks of what is computed of them.
-        """
+        """The response tokens of the batch that this rank's rows predict."""
         rows, start = batch.predict_rows, self.shard.rank * self.shard.num_tokens
         if self.shard.world_size == 1:
             return Predictions(rows, batch.targets, None, len(rows), None)
@@ -231,14 +195,8 @@ class PackedGroups(PackedSeqParams):
         return Rollouts(of_rows(times), of_rows(np.arange(len(times))), rollout, segment, len(times), len(last), tokens)
 
     def _frequencies(self, given: torch.Tensor, by_row: bool = False) -> torch.Tensor:
-        """[num_tokens, 1, 1, D]: the rotary frequencies of this rank's rows.
-
-        One result serves all layers of a model, which get the same tensor.
-
-        Args:
-            given: [longest path, 1, 1, D], by position.
-            by_row: `given` is the result of a multimodal rotary embedding, by row.
-        """
+        """[num_tokens, 1, 1, D]: the rotary frequencies of this rank's rows, from [longest path, 1, 1, D] by position,
+        or, `by_row`, from a multimodal rotary embedding. One result serves all layers, which get the same tensor."""
         of_path = self.max_seqlen_q, "positions of the layout's longest path"
         count, what = (self.shard.num_tokens, "rows") if by_row else of_path
         if given.shape[:-1] != (count, 1, 1):
@@ -295,8 +253,7 @@ class Predictions(NamedTuple):
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """[m] of this rank -> [M] of all ranks, in the order of `batch.targets`, which `batch.unpack` takes.
 
-        Every rank computes the same loss of it, and its own values get their gradient: as megatron-core's schedules and
-        gradient reductions expect, a loss over all context-parallel ranks, not over their number.
+        Every rank computes the same loss of it, and its own values get their gradient, as megatron-core expects.
         """
         if self.places is None:
             return values

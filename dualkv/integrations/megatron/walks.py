@@ -108,8 +108,7 @@ class MegatronPass:
 
     Attributes:
         packed: for `model(..., packed_seq_params=packed)`.
-        part: the rows of all ranks. `part.expand` brings values of its trained tokens to the rollouts, to
-            `part.places` in `torch.cat(part.batch.unpack(...))`.
+        part: the rows of all ranks; `part.expand` and `part.places` bring values of trained tokens to the rollouts.
         number: of its batch; None for an empty pass.
     """
 
@@ -155,8 +154,8 @@ class MegatronPass:
 
     @cached_property
     def predictions(self) -> Predictions:
-        """The part's trained tokens, and the rows among the model's logits that predict them: the head runs on these
-        rows alone, in passes without a loss on one row a rank. `gather` makes [m] for `part.expand` of values."""
+        """The part's trained tokens, and the rows among the model's logits that predict them. The head runs on these
+        rows alone, in passes without a loss on one row a rank."""
         (head, of_tokens), shard, targets = self._head, self.packed.shard, self.part.targets
         of_rank = len(head.rows) * multiple(self._model.config)
         rows = head.values[of_tokens]
@@ -178,16 +177,9 @@ class MegatronPass:
         self._running.__exit__(*error)
 
     def backward(self, loss: torch.Tensor | None = None) -> None:
-        """Run the backward of a pass with a graph, and finish the pass. As in megatron-core's schedules the loss is
-        multiplied by the context-parallel ranks, unless `calculate_per_token_loss` is set, and by `grad_scale_func`.
-
-        Args:
-            loss: one number, the part's share; None where it has none. The backward of zero runs then, so that all
-                layers run theirs on all ranks.
-
-        Raises:
-            ValueError, TypeError: as :meth:`dualkv.walks.Pass.backward`; a forward that was not the model's.
-        """
+        """Run the backward of a pass with a graph, and finish the pass. The loss is the part's share, which is
+        multiplied as in megatron-core's schedules; None where it has none: then the backward of zero runs, so that all
+        layers run theirs on all ranks. Raises errors as :meth:`dualkv.walks.Pass.backward` does."""
         config, outputs = self._model.config, self._outputs
         if len(outputs) != 1:
             raise ValueError(f"the model ran {len(outputs)} times in a pass, expected once, with one.packed")
@@ -214,21 +206,18 @@ def walk_passes(
     """The passes of an update on all ranks of a model, in their order. Each one is run before the next is asked for.
 
     The gradients are those of one backward of all batches, whose loss is the sum of the parts'. Call
-    `finalize_model_grads` behind them; where `overlap_grad_reduce` is set, the last backward begins the reduction.
-    Under `torch.no_grad` no pass has a graph, and each part runs once.
+    `finalize_model_grads` behind them. Under `torch.no_grad` no pass has a graph, and each part runs once.
 
     Args:
         model: an enabled GPTModel or HybridModel, alone or in wrappers.
         batches: on all ranks of a model the same; data-parallel ranks may have different numbers of them, and none.
-        budget: rows that have a graph at a time; or a :class:`dualkv.Memory` of :func:`measure_rows`, with which
-            layers that are recomputed keep all where there is room for it. On all ranks of a model the same. Batches
-            that fit into it run in one pass.
+        budget: rows that have a graph at a time, or a :class:`dualkv.Memory` of :func:`measure_rows`; on all ranks of a
+            model the same.
         gradients, on_host: as for :func:`dualkv.walk`.
 
     Raises:
-        ValueError: a config that models are not walked with (pipeline stages, noise, auxiliary losses of experts and
-            others), at once; a batch or budget that :func:`dualkv.walk` refuses, on all ranks; ranks of a model with
-            different parts.
+        ValueError: a config that models are not walked with, at once; a batch or budget that :func:`dualkv.walk`
+            refuses, on all ranks; ranks of a model with different parts.
         TypeError: batches are no list.
     """
     if not isinstance(batches, list | tuple):
@@ -271,11 +260,8 @@ def _passes(
 
 def _agreed(parts: Sequence[TreePart], refusal: ValueError | TypeError | None) -> float | None:
     """Let all ranks agree on a walk: the share of layers that keep all in each pass, for experts on several ranks,
-    which send tokens again in layers that are recomputed; else None.
-
-    Raises:
-        ValueError, TypeError: the refusal; another rank's; different parts on ranks of one model.
-    """
+    which send tokens again in layers that are recomputed; else None. Raises the refusal, another rank's, or ValueError
+    for different parts on ranks of one model."""
     group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     plan = hashlib.blake2b(digest_size=8)
     for part in parts:
@@ -314,14 +300,10 @@ def measure_rows(
     the largest costs.
 
     Args:
-        model: as for :func:`walk_passes`.
-        input_ids: tokens, any number of them.
+        model, input_ids, rows, options: as for :func:`walk_passes` and :func:`dualkv.measure_rows`, which say what is
+            refused too.
         loss: (the model's logits, pass) -> the loss of the pass: what the head takes is measured too. None: leave
             memory for it.
-        rows, options: as for :func:`dualkv.measure_rows`.
-
-    Raises:
-        ValueError: as :func:`walk_passes` and :func:`dualkv.measure_rows` do.
     """
     found = decoder_model(model)
     refuse(model)

@@ -40,12 +40,8 @@ class PackedBatchIterator(TokenBasedBatchIterator):
     """SkyRL's iterator of micro-batches under a budget of tokens, which counts packed tokens.
 
     Ranks with fewer micro-batches than others get SkyRL's padding ones. A sequence above the budget has a micro-batch
-    with those that it begins with.
-
-    Args:
-        data, max_tokens_per_microbatch: SkyRL's.
-        weighted: micro-batches have in their metadata the weight [b] that the entropy of each trained token of a
-            sequence has in the mean over SkyRL's own micro-batches.
+    with those that it begins with. `weighted` micro-batches have in their metadata the weight [b] that the entropy of
+    each trained token of a sequence has in the mean over SkyRL's own micro-batches.
     """
 
     def __init__(self, data: Any, max_tokens_per_microbatch: int, weighted: bool = False) -> None:

@@ -25,15 +25,8 @@ COUNTED = f"{patching.OURS}counted"  # attribute of a model: how many tokens it 
 class PackedModel(HFModelWrapper):
     """SkyRL's `HFModelWrapper`, whose model computes once what sequences of a batch begin with in common.
 
-    Calls with images run as SkyRL runs them; the first one says so. `remove_microbatch_padding` has no effect on
-    others: packed rows have no padding.
-
-    Args:
-        args, kwargs: SkyRL's.
-
-    Raises:
-        ValueError: by the constructor for a model that :func:`dualkv.integrations.transformers.enable` refuses; by a
-            call with `enable_sample_support_replay`.
+    Calls with images run as SkyRL runs them; the first one says so. The constructor raises ValueError for a model that
+    :func:`dualkv.integrations.transformers.enable` refuses, a call for `enable_sample_support_replay`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

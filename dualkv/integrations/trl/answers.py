@@ -28,22 +28,8 @@ from dualkv.data.trees import NOTICE, pack_sequences
 from dualkv.integrations import patching
 from dualkv.integrations.metrics import count_rows
 from dualkv.integrations.transformers import adapters, enable, support
-from dualkv.integrations.trl import probe
-from dualkv.integrations.trl.common import (
-    Batch,
-    Walks,
-    at_tokens,
-    call,
-    checked_walk,
-    enable_all,
-    labels_of,
-    pack_rollouts,
-    refuse_model,
-    refuse_trainer,
-    refuse_walk,
-    rows_of_tokens,
-    walk_head,
-)
+from dualkv.integrations.trl import common, probe
+from dualkv.integrations.trl.common import Batch, Walks
 
 Base: Any = object  # stands for the trainer that follows the mixin
 NEUTRAL = ("use_cache", "return_dict", "margin")  # arguments of a model's call that change no result
@@ -60,13 +46,13 @@ class PackedAnswers(Base):
     def __init__(
         self, model: Any, *args: Any, fast: bool = False, walk: bool | int | Memory | None = None, **kwargs: Any
     ) -> None:
-        walk = checked_walk(walk)
+        walk = common.checked_walk(walk)
         self._walks = None if walk is None else Walks(self, walk)
         bases = type(self).__mro__
         theirs = bases[bases.index(PackedAnswers) + 1]
         reads = "_is_vision_dataset _metrics accelerator" + " ref_model" * bool(self._replaced)
         probe.refuse_replaced(theirs, PackedAnswers, self._replaced, reads)
-        refuse_model(model)
+        common.refuse_model(model)
         self._fast = fast
         super().__init__(model, *args, **kwargs)
         if self._is_vision_dataset:
@@ -75,16 +61,16 @@ class PackedAnswers(Base):
 
     def _pack(self) -> None:
         if not self._packed:
-            refuse_trainer(self)
+            common.refuse_trainer(self)
             if self.args.torch_compile:
                 raise ValueError(
                     "torch_compile is True, and batches are packed on the host within the model's call, which cannot be"
                     " compiled: leave it out, or use TRL's own trainer"
                 )
             if self._walks is not None:
-                refuse_walk(self, fast=self._fast)
+                common.refuse_walk(self, fast=self._fast)
             probe.of_answers(self, pack_head)
-            enable_all(self, self._fast)
+            common.enable_all(self, self._fast)
             for model in (self.model, getattr(self, "ref_model", None)):
                 if model is not None:
                     pack_head(adapters.without(self.accelerator.unwrap_model(model)), self, self._walks)
@@ -101,11 +87,7 @@ class DPOTrainer(PackedAnswers, trl.DPOTrainer):
     The answers of a batch to one prompt are one group: the two of a pair, and those of other pairs with equal prompts.
     Whatever else sequences begin with in common is computed once too, where
     :class:`dualkv.integrations.trl.PackedGroups` would. The policy and the reference model run packed, precomputed
-    log-probs of the reference too. Log-probs, losses and gradients are those of the padded batch up to rounding; the
-    load balancing loss of a mixture of experts counts each token as often as the padded batch has it.
-
-    More metrics, one value for each call of a model: "dualkv/tokens_packed", "dualkv/tokens_padded" and
-    "dualkv/dedup_ratio", as for :class:`PackedGroups`.
+    log-probs of the reference too. Metrics are added as there, for each call of a model.
 
     Args:
         model, args, kwargs: TRL's.
@@ -131,11 +113,8 @@ class SFTTrainer(PackedAnswers, trl.SFTTrainer):
     """`trl.SFTTrainer` that computes once what the sequences of a batch begin with in common.
 
     Arguments, losses and metrics are TRL's: losses on completions, on assistants' turns or on all tokens, padded or
-    `padding_free`. A prompt's token that counts in several sequences counts once for each. Sequences share within a
-    batch, so the dataset should have the rows of a prompt together
+    `padding_free`. Sequences share within a batch, so the dataset should have the rows of a prompt together
     (:func:`dualkv.integrations.trl.group_by_prompt`) and be read in its order (`train_sampling_strategy="sequential"`).
-    TRL's `packing` orders sequences by length; what its rows of a batch happen to share is computed once.
-
     The rest is as for :class:`DPOTrainer`.
 
     Raises:
@@ -167,9 +146,7 @@ class RewardTrainer(trl.RewardTrainer):
     """`trl.RewardTrainer` that computes each prefix that sequences of a batch share once.
 
     Arguments, losses and metrics are TRL's. Chosen and rejected sequences are compared token by token, so datasets need
-    no column of prompts. Prefixes of fewer than 8 tokens are not shared.
-
-    More metrics, as for :class:`DPOTrainer`.
+    no column of prompts. Prefixes of fewer than 8 tokens are not shared. Metrics are added as by :class:`DPOTrainer`.
 
     Args:
         model, args, kwargs: TRL's.
@@ -183,9 +160,9 @@ class RewardTrainer(trl.RewardTrainer):
 
     def __init__(self, model: Any, *args: Any, fast: bool = False, **kwargs: Any) -> None:
         if isinstance(model, str):
-            refuse_model(model)
+            common.refuse_model(model)
         super().__init__(model, *args, **kwargs)
-        refuse_trainer(self)
+        common.refuse_trainer(self)
         pack_score(adapters.without(self.model), self, fast)
 
 
@@ -250,17 +227,17 @@ def _packed_head(
     _refuse_labels(input_ids, labels, is_token, one_row)
     first, end = (torch.where(mask.any(1), mask.byte().argmax(1), len(column)) for mask in (is_token, labelled))
     is_response = is_token & (column >= torch.maximum(end, first + 1)[:, None])
-    batch = pack_rollouts(input_ids, is_token & ~is_response, input_ids, is_response)
-    rows = rows_of_tokens(batch)
+    batch = common.pack_rollouts(input_ids, is_token & ~is_response, input_ids, is_response)
+    rows = common.rows_of_tokens(batch)
     NOTICE.look(batch.layout, "dualkv.integrations.trl.group_by_prompt")
     count_rows(trainer, batch, given)
     counts = labelled[is_response]
     if walks is not None and is_response.any():
-        found, aux_loss = walk_head(fused, batch, walks, PER_TOKEN, is_response, counts), None
+        found, aux_loss = common.walk_head(fused, batch, walks, PER_TOKEN, is_response, counts), None
     else:
-        outputs, aux_loss = call(fused, model, batch, output_router_logits, labels_of(batch, counts))
+        outputs, aux_loss = common.call(fused, model, batch, output_router_logits, common.labels_of(batch, counts))
         each = {name: x for name in PER_TOKEN if (x := outputs.get(name)) is not None}
-        found = {name: at_tokens(x, rows, is_response) for name, x in each.items()}
+        found = {name: common.at_tokens(x, rows, is_response) for name, x in each.items()}
 
     def of_batch(values: torch.Tensor) -> torch.Tensor:  # [N, L - 1] -> as TRL's
         return functional.pad(values, (1, 0))[is_token][None, 1:] if one_row else values

@@ -41,10 +41,7 @@ class AsyncGRPOTrainer(Padded):
     """`trl.experimental.async_grpo.AsyncGRPOTrainer` whose attention reads shared keys and values where they are.
 
     Arguments, rows, losses and metrics are TRL's: a token is computed once for the samples of a micro-batch that share
-    it and the next one. Log-probs, entropies, losses and gradients are those of separate samples up to rounding. The
-    load balancing loss of a mixture of experts counts rows of the tree, as TRL's trainer does. Every model runs that
-    :func:`dualkv.integrations.transformers.enable` takes, with sinks, windows, chunks and recurrent layers.
-
+    it and the next one. The load balancing loss of a mixture of experts counts rows of the tree, as TRL's trainer does.
     Metrics of utilization ("perf/mfu_fwd_bwd", "perf/mfu_wall_clock") are NaN where TRL cannot count a model's FLOP.
 
     Args:

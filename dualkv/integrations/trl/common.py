@@ -219,12 +219,8 @@ def enable_all(trainer: Any, fast: bool, batch_invariant: bool = False) -> None:
 
 
 def fix_head(model: Any, temperature: float) -> None:
-    """Let :func:`call_fixed` call a model with TRL's head that is enabled with `batch_invariant=True`, without
-    wrappers; other calls do not change. The temperature divides the logits.
-
-    Raises:
-        ValueError: a head whose products are not batch-invariant.
-    """
+    """Let :func:`call_fixed` call a model without wrappers, by :func:`dualkv.response_logprobs`: TRL's head multiplies
+    as many rows as there are. Raises ValueError for a head whose products are not batch-invariant."""
     if not head(model).batch_invariant:
         found = type(model.get_output_embeddings()).__name__
         raise ValueError(
@@ -245,13 +241,8 @@ def fix_head(model: Any, temperature: float) -> None:
 
 
 def call_fixed(model: Callable[..., Any], batch: PackedSequences) -> tuple[Any, torch.Tensor]:
-    """Log-probs and entropies whose bits do not depend on what a batch of :func:`pack_fixed` holds, by
-    :func:`dualkv.response_logprobs`: TRL's head multiplies as many rows as there are.
-
-    Returns:
-        An output with `log_probs` and `entropy` [1, M], and [K] the place of each token of the responses among the M,
-        end to end.
-    """
+    """An output with `log_probs` and `entropy` [1, M], whose bits do not depend on what a batch of :func:`pack_fixed`
+    holds, and [K] the place of each token of the responses among the M, end to end."""
     outputs = model(packed=batch)
     places = torch.arange(outputs.log_probs.shape[1], device=batch.device)
     return outputs, torch.cat(batch.unpack(places))
@@ -272,9 +263,6 @@ def pack_rollouts(
     Args:
         prompt_ids, prompt_mask, response_ids, response_mask: as for :func:`dualkv.pack_padded`.
         media: of prompts and responses.
-
-    Raises:
-        ValueError: as for :func:`dualkv.pack_padded`.
     """
     batch = pack_padded(prompt_ids, prompt_mask, response_ids, response_mask, labels="roll")
     if media is None and batch.num_response_tokens == 0:
@@ -296,12 +284,8 @@ def pack_fixed(
     response_mask: torch.Tensor,
     media: SequenceMedia | None = None,
 ) -> PackedSequences:
-    """A micro-batch whose rollouts are cut where their responses begin, and nowhere else, whatever it holds: prompts
-    are shared, and equal rollouts. Arguments are those of :func:`pack_rollouts`.
-
-    Raises:
-        ValueError: an empty prompt.
-    """
+    """A micro-batch whose rollouts are cut where their responses begin, and nowhere else, whatever it holds. Arguments
+    are those of :func:`pack_rollouts`. Raises ValueError for an empty prompt."""
     prompts, responses = tokens_of_rows(prompt_ids, prompt_mask), tokens_of_rows(response_ids, response_mask)
     for i, prompt in enumerate(prompts):
         if not len(prompt):

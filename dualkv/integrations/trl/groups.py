@@ -1,9 +1,7 @@
 """TRL's trainers of sampled groups (GRPO, RLOO, GMPO) on packed groups.
 
-The mixin changes two things. Log-probs and entropies of a micro-batch come from one packed row, in which equal prompts
-are stored once, and turns that rollouts share. TRL's own head computes them, and losses and metrics get the padded
-[B, R] as before. And after TRL shuffles the rollouts of a generation batch over its micro-batches, the rollouts of each
-prompt are put together again.
+Log-probs and entropies of a micro-batch come from one packed row, by TRL's own head; losses and metrics get the padded
+[B, R] as before. After TRL shuffles a generation batch, the rollouts of each prompt are put together again.
 """
 
 from __future__ import annotations
@@ -31,28 +29,8 @@ from dualkv.integrations import losses
 from dualkv.integrations.metrics import RATIO, count_rows, furthest_ratio, log_ratios
 from dualkv.integrations.patching import Changes
 from dualkv.integrations.transformers import adapters, media, suspended
-from dualkv.integrations.trl import probe
-from dualkv.integrations.trl.common import (
-    Batch,
-    Walks,
-    at_tokens,
-    call,
-    call_fixed,
-    checked_walk,
-    enable_all,
-    fix_head,
-    joined,
-    pack_fixed,
-    pack_rollouts,
-    prefix_tree,
-    refuse_invariant,
-    refuse_model,
-    refuse_trainer,
-    refuse_walk,
-    rows_of_tokens,
-    tokens_of_rows,
-    walk_head,
-)
+from dualkv.integrations.trl import common, probe
+from dualkv.integrations.trl.common import Batch, Walks
 
 Base: Any = object  # stands for the trainer that follows the mixin
 
@@ -74,49 +52,23 @@ class PackedGroups(Base):
         class GMPOTrainer(PackedGroups, trl.experimental.gmpo.GMPOTrainer):
             pass
 
-    Packed rows are exact: log-probs, entropies, losses and gradients are those of the padded batch up to rounding. The
-    load balancing loss of a mixture of experts counts each token as often as the padded batch has it, so it is exact
-    too. A prompt takes P - 1 rows and each of its rollouts R + 1. Of text, whatever else rollouts begin with in common
-    is computed once too, such as turns before a branch, if that saves 2 % of the cost or more by the estimate of
-    `dualkv trees`. Then every branch has its own copy of the token before it, and parts of fewer than 8 tokens are
-    repeated. A micro-batch has `per_device_train_batch_size` rollouts, as in TRL. A multiple of `num_generations`
-    splits no group; a group that is split repeats what it shares.
-
-    After TRL's shuffle of a generation batch, the rollouts of a prompt are put next to each other, and within a group
-    those that begin alike for 8 tokens or more. All else is in the order of TRL's shuffle, groups in the order of their
-    first rollout, and no other random number is drawn. With `steps_per_generation` above `gradient_accumulation_steps`
-    an optimizer step takes whole groups, where TRL's takes rollouts of any group.
-
-    Images, of prompts and of tools' answers, are computed once too where rollouts share them, in models whose images
-    run packed (:data:`dualkv.integrations.transformers.media.FAMILIES`). No image is cut.
-
-    With `canary`, log-probs of two rollouts are computed alone every so many optimizer steps
-    (:func:`dualkv.packed_vs_separate`), in the first micro-batch of the step; a difference that rounding does not
-    explain is a warning, and the metric "dualkv/packed_vs_separate" has it in nats. Models with images have no canary.
-
-    More metrics, one value for each micro-batch: "dualkv/tokens_packed" and "dualkv/tokens_padded" are rows of the
-    model, packed and as TRL pads them; "dualkv/dedup_ratio" is tokens_padded divided by tokens_packed. Where TRL
-    computed old log-probs by the weights of the update, "dualkv/ratio_at_equal_weights" is the ratio exp(new - old)
-    that is furthest from 1, of tokens that count, on all ranks since the last log.
-
-    With `batch_invariant`, log-probs do not depend on the micro-batch: that ratio is exactly 1, and the KL to a
-    reference of equal weights is exactly 0. Then prompts alone are shared, and equal rollouts, and
-    :func:`dualkv.response_logprobs` takes the place of TRL's head.
+    Log-probs, entropies, losses and gradients are those of the padded batch up to rounding, the load balancing loss of
+    a mixture of experts too. Of text, other beginnings that rollouts share are computed once too, if that saves 2 % of
+    the cost or more. A multiple of `num_generations` as `per_device_train_batch_size` splits no group; a group that is
+    split repeats what it shares. docs/trl.md has the order of rollouts, and the metrics that are added.
 
     Args:
         model, args, kwargs: TRL's.
-        fast: as for :func:`dualkv.integrations.transformers.enable`, for the policy. Its gradient checkpointing then is
-            what `enable` makes of it. A call of :func:`dualkv.integrations.transformers.recompute_layers` on the
-            trainer's model says what layers keep, with `fast` or without.
-        canary: optimizer steps from one canary to the next, the first one in the first step; none by default.
+        fast: as for :func:`dualkv.integrations.transformers.enable`, for the policy.
+        canary: optimizer steps from one canary (:func:`dualkv.packed_vs_separate`) to the next, the first one in the
+            first step; none by default, and for models with images.
         walk: for micro-batches that do not fit into memory in one pass: the packed row runs in parts
-            (:func:`dualkv.walk_values`), with whole groups and their losses. A budget of rows; a
-            :class:`dualkv.Memory`, in which the fastest way is taken: one pass, parts, or copies of what is shared,
-            and a log entry says which and why; or True: the GPU's memory is measured in the first micro-batch.
-            None: in one pass. One process. Bytes leave out what a vision tower takes. Gradients are added while the
-            loss is computed, so each loss needs one backward (:class:`dualkv.KnownLoss`).
+            (:func:`dualkv.walk_values`). A budget of rows; a :class:`dualkv.Memory`, in which the fastest way is taken,
+            which a log entry names; or True: the GPU's memory is measured in the first micro-batch. One process. Bytes
+            leave out what a vision tower takes. Each loss needs one backward (:class:`dualkv.KnownLoss`).
         batch_invariant: as for :func:`dualkv.integrations.transformers.enable`, for policy and reference; in one
-            process, or with DDP.
+            process, or with DDP. Then prompts alone are shared, and equal rollouts, and
+            :func:`dualkv.response_logprobs` takes the place of TRL's head.
 
     Raises:
         ValueError: by the constructor for a model that :func:`dualkv.integrations.transformers.enable` refuses, a
@@ -148,13 +100,13 @@ class PackedGroups(Base):
             raise ValueError(f"batch_invariant is True together with {said}, expected it without fast, canary and walk")
         self._invariant = False
         self._canary = None if canary is None else positive("canary", canary)
-        walk = checked_walk(walk)
+        walk = common.checked_walk(walk)
         self._walks: Walks | None = None
         self._canary_step = -1  # the last step that had one
         bases = type(self).__mro__
         theirs = bases[bases.index(PackedGroups) + 1]
         probe.refuse_replaced(theirs, PackedGroups, REPLACED, READ)
-        refuse_model(model)
+        common.refuse_model(model)
         super().__init__(model, *args, **kwargs)
         probe.of_groups(self, theirs, PackedGroups)
         if self._is_vlm and not media.families(self.model):
@@ -162,22 +114,22 @@ class PackedGroups(Base):
                 f"processing_class is a multimodal processor, and images of {type(self.model).__name__} are not known"
                 " to run packed: use TRL's own trainer"
             )
-        refuse_trainer(self)
+        common.refuse_trainer(self)
         if walk is not None:
-            refuse_walk(self, fast=fast, canary=canary)
+            common.refuse_walk(self, fast=fast, canary=canary)
         if batch_invariant:
-            refuse_invariant(self)
-        enable_all(self, fast, batch_invariant)
+            common.refuse_invariant(self)
+        common.enable_all(self, fast, batch_invariant)
         if batch_invariant:
             for one in (self.model, getattr(self, "ref_model", None)):
                 if one is not None:
-                    fix_head(adapters.without(self.accelerator.unwrap_model(one)), self.temperature)
+                    common.fix_head(adapters.without(self.accelerator.unwrap_model(one)), self.temperature)
         self._invariant = batch_invariant
         self._walks = None if walk is None else Walks(self, walk)
         # Gemma's marks make rows see each other, so those of the processor alone serve.
         ahead = any(how.ahead for how in media.families(self.model))
         self._marks = {} if ahead else media.marks(self.model.config)
-        losses.warn_of_trl(self)
+        losses.warn(losses.trl_settings(self))
 
     @profiling_decorator
     def _get_per_token_logps_and_entropies(
@@ -221,24 +173,24 @@ class PackedGroups(Base):
         response_mask = mask[:, at:]
         found = _seen(images, ids, mask, self._marks) if images else None
         parts = ids[:, :at], mask[:, :at], ids[:, at:], response_mask, found
-        batch = pack_fixed(*parts) if self._invariant else pack_rollouts(*parts)
+        batch = common.pack_fixed(*parts) if self._invariant else common.pack_rollouts(*parts)
         count_rows(self, batch, ids)
         if self._walks is not None and response_mask.any():
             with self.accelerator.autocast():
                 names = "log_probs", "entropy"
-                walked = walk_head(model, batch, self._walks, names, response_mask, media=found)
+                walked = common.walk_head(model, batch, self._walks, names, response_mask, media=found)
             return walked["log_probs"], walked.get("entropy"), None
         with self.accelerator.autocast():
             if self._invariant:
-                outputs, rows, aux_loss = *call_fixed(model, cast(PackedSequences, batch)), None
+                outputs, rows, aux_loss = *common.call_fixed(model, cast(PackedSequences, batch)), None
             else:
-                outputs, aux_loss = call(model, self.accelerator.unwrap_model(model), batch, with_aux_loss)
-                rows = rows_of_tokens(batch)
+                outputs, aux_loss = common.call(model, self.accelerator.unwrap_model(model), batch, with_aux_loss)
+                rows = common.rows_of_tokens(batch)
                 self._compare(model, batch, outputs.log_probs)
         # A reference model's head makes no entropies.
         return (
-            at_tokens(outputs.log_probs, rows, response_mask),
-            None if outputs.entropy is None else at_tokens(outputs.entropy, rows, response_mask),
+            common.at_tokens(outputs.log_probs, rows, response_mask),
+            None if outputs.entropy is None else common.at_tokens(outputs.entropy, rows, response_mask),
             aux_loss,
         )
 
@@ -292,8 +244,8 @@ class PackedGroups(Base):
             yield found
 
     def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
-        """The loss of a micro-batch. With the last one of a generation batch come the metrics of TRL's micro-batches:
-        their means weigh all micro-batches alike, and TRL's shuffle puts other rollouts into each."""
+        """The loss of a micro-batch. With the last one of a generation batch come the metrics of TRL's micro-batches,
+        whose means weigh all micro-batches alike."""
         if self._walks is not None and torch.is_grad_enabled() and self.accelerator.distributed_type == "NO":
             self._walks.loss_of = partial(self._loss_of, inputs, autocast_now(self.accelerator.device.type))
         if self._invariant and "old_logps" in inputs:  # sums of other numbers of rollouts may have other bits
@@ -335,8 +287,7 @@ class PackedGroups(Base):
         return loss
 
     def _count_as_trl(self, model: Any, values: list[tuple[torch.Tensor, ...]]) -> None:
-        """Replaces the metrics of the last micro-batches by those of TRL's code on TRL's micro-batches; `values` are
-        the log-probs and entropies [B, R] of each of these."""
+        """Replace the metrics of the last micro-batches by those of TRL's micro-batches, which have the `values`."""
         as_trl: defaultdict[str, list[float]] = defaultdict(list)
         with torch.no_grad(), Changes(self) as changes:
             changes.replace("_metrics", {**self._metrics, "train": as_trl})
@@ -365,8 +316,8 @@ class RLOOTrainer(PackedGroups, trl.RLOOTrainer):
 
 
 def _media(given: Batch, rollouts: int) -> list[Batch]:
-    """Split what a processor returned into one batch for each of B rollouts; an empty list without any. TRL joins
-    images of all rollouts end to end, or padded to as many in each, and values of tokens as [B, P + R]."""
+    """Split what a processor returned into one batch for each rollout; an empty list without any. TRL joins images of
+    all rollouts end to end, or padded to as many in each, and values of tokens as [B, P + R]."""
     found = {name: value for name, value in given.items() if value is not None}
     if unknown := found.keys() - OF_IMAGES - {*OF_TOKENS}:
         raise ValueError(
@@ -387,8 +338,8 @@ def _media(given: Batch, rollouts: int) -> list[Batch]:
 
 
 def _seen(images: list[Batch], ids: torch.Tensor, mask: torch.Tensor, marks: dict[int, int]) -> SequenceMedia:
-    """The images (of :func:`_media`) of rollouts [B, L], without those of tokens that the mask leaves out; `marks` has
-    kinds of placeholders by their ids, where the processor returned no values of tokens."""
+    """The images (of :func:`_media`) of rollouts [B, L] where the mask is set. `marks` has kinds of placeholders by
+    their ids, where the processor returned no values of tokens."""
     if not any(name in row for row in images for name in OF_TOKENS):
         kinds = torch.zeros_like(ids)
         for token, kind in marks.items():
@@ -402,13 +353,8 @@ def _seen(images: list[Batch], ids: torch.Tensor, mask: torch.Tensor, marks: dic
 
 def _regrouped(batches: list[Batch], marks: dict[int, int]) -> list[Batch]:
     """Micro-batches of the same rollouts and sizes, with rollouts of equal prompts and images next to each other, and
-    within these groups those whose responses begin alike.
-
-    Args:
-        batches: with "prompt_ids" and "prompt_mask" [B, P], "completion_ids" and "completion_mask" [B, R]; images as
-            TRL joins them. Values without a first dimension are equal in all batches.
-        marks: as for :func:`_seen`.
-    """
+    within these groups those whose responses begin alike. Values without a first dimension are equal in all batches.
+    For `marks` see :func:`_seen`."""
     whole: Batch = {}
     batches = [split_pixel_values_by_grid(batch) for batch in batches]
     for name, first in batches[0].items():
@@ -417,14 +363,15 @@ def _regrouped(batches: list[Batch], marks: dict[int, int]) -> list[Batch]:
             whole[name] = torch.cat(values)
         else:
             whole[name] = [x for value in values for x in value] if isinstance(first, list) else first
-    prompts, responses = (tokens_of_rows(whole[f"{of}_ids"], whole[f"{of}_mask"]) for of in ("prompt", "completion"))
+    parts = "prompt", "completion"
+    prompts, responses = (common.tokens_of_rows(whole[f"{part}_ids"], whole[f"{part}_mask"]) for part in parts)
     images = _media({name: whole[name] for name in (OF_IMAGES - COUNTS) | {*OF_TOKENS} if name in whole}, len(prompts))
-    ids, mask = (torch.cat([whole[f"{of}_{what}"] for of in ("prompt", "completion")], 1) for what in ("ids", "mask"))
+    ids, mask = (torch.cat([whole[f"{part}_{what}"] for part in parts], 1) for what in ("ids", "mask"))
     seen = _seen(images, ids, mask, marks) if images else None
-    sequences = joined(prompts, responses)
+    sequences = common.joined(prompts, responses)
     keys = sequences if seen is None else seen.tokens(sequences)
     group = grouped([key[: len(prompt)].tobytes() for key, prompt in zip(keys, prompts, strict=True)], [])
-    place = prefix_tree(sequences, seen).last  # what begins alike has neighbouring places
+    place = common.prefix_tree(sequences, seen).last  # what begins alike has neighbouring places
     order = np.lexsort((place, group)).tolist()
     for name, value in whole.items():
         if isinstance(value, list):

@@ -33,7 +33,7 @@ except Exception as error:
 try:
     require("megatron-core", f"{__name__}.megatron")
     import dualkv.integrations.verl.megatron_engine
-except ImportError as error:  # without megatron-core, or as veRL's own engine for it; `OtherEngine` raises it
+except ImportError as error:  # raised when an engine is made; without megatron-core, or veRL's own engine
     register_other("megatron", error)
 
 if find_spec("transfer_queue"):  # needed by veRL's trainers, not by its workers

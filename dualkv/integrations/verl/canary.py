@@ -15,19 +15,8 @@ from verl.utils import ulysses
 from dualkv import canary
 from dualkv.integrations.verl import data as verl_data
 from dualkv.integrations.verl.data import PackedRollouts, Rollouts
-from dualkv.integrations.verl.options import CANARY
 
 ROLLOUTS = 2
-
-
-def steps(options: dict[str, Any]) -> int | None:
-    """The option's value; ValueError unless it is a number of 1 or more."""
-    value = options.get(CANARY)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"fused_kernel_options.{CANARY} is {value!r}, expected a number of updates, 1 or more")
-    return value
 
 
 def compared(

@@ -13,31 +13,26 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
 
 from dualkv.integrations.verl.engine import FSDP, DualKVEngine
-from dualkv.integrations.verl.options import BATCH_INVARIANT, CANARY, PACKED, PLACES, alone, of
+from dualkv.integrations.verl.options import PACKED, PLACES, of
 
 
 @EngineRegistry.register(model_type="value_model", backend=FSDP, device="cuda", vendor="nvidia")
 class DualKVCritic(DualKVEngine, FSDPEngineWithValueHead):
     """veRL's FSDP and FSDP2 engine for value models, with the rollouts of equal prompts packed, or all as trees.
 
-    Values, losses and metrics are as in :class:`DualKVEngine`: only rows that predict a response token reach the head.
-
-    Raises:
-        ValueError: by the constructor, before weights are loaded, for a model that
-            :func:`dualkv.integrations.transformers.enable` refuses; for a model with TRL's value head.
+    Values, losses, metrics and refusals are as in :class:`DualKVEngine`; a model with TRL's value head is refused too.
     """
 
     stock_type = "value_model"
 
     def _read_options(self, model_config: Any) -> None:
         super()._read_options(model_config)
-        given = of(model_config)
-        refuse_of_log_probs(given)
+        self._options.refuse_of_log_probs()
 
     def __new__(cls, model_config: Any, *args: Any, **kwargs: Any) -> Any:
         given = of(model_config)
-        refuse_alone(given)
-        if given.get(PACKED, False):
+        given.refuse_alone(PLACES[1], f"{PACKED}=True")
+        if given.packed:
             return super().__new__(cls)
         return FSDPEngineWithValueHead(model_config, *args, **kwargs)
 
@@ -47,16 +42,3 @@ class DualKVCritic(DualKVEngine, FSDPEngineWithValueHead):
         config = copy.deepcopy(config)
         config.architectures = None
         return config
-
-
-def refuse_alone(given: dict[str, Any]) -> None:
-    """Raises ValueError for options of a critic that is not packed."""
-    if name := alone(given):
-        raise ValueError(f"{PLACES[1]}.{name} is set without {PACKED}=True, expected both")
-
-
-def refuse_of_log_probs(given: dict[str, Any]) -> None:
-    """Raises ValueError for options of log-probs, which a critic does not have."""
-    for name in (BATCH_INVARIANT, CANARY):
-        if value := given.get(name):
-            raise ValueError(f"{PLACES[1]}.{name} is {value}, expected none: it is of log-probs")

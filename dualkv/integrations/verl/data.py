@@ -88,12 +88,8 @@ class Images(NamedTuple):
 
 
 def not_packable(data: Any, images: Images | str) -> str | None:
-    """Say why this batch (a TensorDict) cannot be packed and veRL's own computation runs it; None if it can.
-
-    Args:
-        data: the batch. Positions have several rows for models that see images.
-        images: what the engine packs beside text, or why it packs nothing.
-    """
+    """Say why this batch (a TensorDict) cannot be packed and veRL's own computation runs it; None if it can. `images`
+    are what the engine packs beside text, or why it packs nothing."""
     if any(key not in data for key in ("prompts", "responses", "loss_mask")) or not data["input_ids"].is_nested:
         return "it does not consist of prompts and responses without padding in between"
     if tu.get_non_tensor_data(data, "distillation_use_topk", False) or tu.get_non_tensor_data(
@@ -135,8 +131,7 @@ def not_packable(data: Any, images: Images | str) -> str | None:
 
 
 def _modalities(data: Any) -> list[dict[str, Any]]:
-    """The inputs beside text of each rollout; none for a batch without `multi_modal_inputs`. `images_seqlens` is veRL's
-    own, for its metrics."""
+    """The inputs beside text of each rollout, without veRL's own for its metrics."""
     entries = (getattr(entry, "data", entry) for entry in data.get("multi_modal_inputs", []))
     return [{k: v for k, v in (entry or {}).items() if v is not None and k != "images_seqlens"} for entry in entries]
 
@@ -168,13 +163,11 @@ def read(data: Any, min_shared: int | None = None, images: Images | str = "", fi
     Without `min_shared`, equal prompts are packed once. With `min_shared`, every common beginning of sequences is
     packed once, as a tree; a segment of the tree with fewer tokens than `min_shared` is repeated. Where that saves next
     to nothing (:mod:`dualkv.data.gain`), nothing is shared, and a warning says so, once. Images are shared, as a whole,
-    where their content is equal; `images` is the argument of :func:`not_packable`. With `fixed_cuts` the segments of a
-    rollout do not depend on the others: it is cut before its response, or with `min_shared` before each run of tokens
-    that count, and nowhere else.
+    where their content is equal. With `fixed_cuts` the segments of a rollout do not depend on the others: it is cut
+    before its response, or with `min_shared` before each run of tokens that count, and nowhere else.
 
-    A group is the rollouts with equal prompts and images, whatever their `uid`s are: only equal prompts can be shared.
-    Sampling gives the rollouts of one `uid` equal prompts, but an agent may change them. If they differ, a warning
-    names them, once.
+    A group is the rollouts with equal prompts and images. If prompts of one `uid` differ, as an agent may change them,
+    a warning names them, once.
     """
     prompt_lens, response_lens = _lens(data, "prompts"), _lens(data, "responses")
     sequences = data["input_ids"]
@@ -220,8 +213,8 @@ def read(data: Any, min_shared: int | None = None, images: Images | str = "", fi
 
 
 def _counted(prompt_lens: IntArray, response_lens: IntArray, mask: torch.Tensor | None) -> list[npt.NDArray[np.bool_]]:
-    """The tokens of each sequence that count: those of a mask of responses, or without a mask all of a response, and
-    the first token behind a prompt, even if the response is empty."""
+    """The tokens of each sequence that count: those of a mask of responses, or without one all of a response, and the
+    first token behind a prompt, even if the response is empty."""
     lens = zip(prompt_lens.tolist(), response_lens.tolist(), strict=True)
     if mask is None:
         return [np.arange(p + max(r, 1)) >= p for p, r in lens]
@@ -297,7 +290,7 @@ class PackedRollouts:
         """Values [U, ...] of `head_rows` at the rows of the nested `sequences` of the micro-batch.
 
         Rollouts that share a row all get its value. Rows that predict no response token are NaN, so that a loss which
-        reads them shows it: veRL's own losses take the rows of responses.
+        reads them shows it.
         """
         return self.tokens_to_sequences(values[to_device(self.value, values.device)], sequences)
 
@@ -333,11 +326,8 @@ def on_device(data: TensorDict, device: Any) -> TensorDict:
 
 
 def pack(data: Any, rollouts: Rollouts) -> PackedRollouts:
-    """Pack a micro-batch, a TensorDict of N rollouts for which :func:`read` returned `rollouts`.
-
-    Raises:
-        ValueError: rollouts that share rows have other positions there.
-    """
+    """Pack a micro-batch, a TensorDict of rollouts for which :func:`read` returned `rollouts`. Raises ValueError for
+    rollouts that share rows and have other positions there."""
     p, r = rollouts.prompt_lens, rollouts.response_lens
     tree = rollouts.packed_once.tree()
     sequence_rows = np.repeat(np.cumsum(p + r) - r - 1, r) + positions(r)

@@ -13,30 +13,18 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
+import transformers as hf
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers.models.glm4v import modeling_glm4v as glm4v
-from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen2_5_vl
-from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
-from transformers.models.qwen3_5.modeling_qwen3_5 import (
-    Qwen3_5DecoderLayer,
-    Qwen3_5GatedDeltaNet,
-    Qwen3_5Model,
-    Qwen3_5TextModel,
-)
-from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
-    Qwen3_5MoeDecoderLayer,
-    Qwen3_5MoeGatedDeltaNet,
-    Qwen3_5MoeModel,
-    Qwen3_5MoeTextModel,
-)
-from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
-from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe as qwen3_vl_moe
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLAttention
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLAttention
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5GatedDeltaNet
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer, Qwen3_5MoeGatedDeltaNet
 from verl.utils import tensordict_utils as tu
 from verl.utils import torch_functional as verl_F
 from verl.utils.device import get_device_id, get_device_name
@@ -69,7 +57,7 @@ STRATEGIES = [*FSDP, "megatron"]
 OTHERS = ["veomni", "torchtitan", "automodel", "fsdp_turbo"]
 
 # veRL puts attention of its own into these classes, which calls FlashAttention around transformers' registry.
-OWN_ATTENTION = {cls: cls.forward for cls in (qwen2_vl.Qwen2VLAttention, qwen2_5_vl.Qwen2_5_VLAttention)}
+OWN_ATTENTION = {cls: cls.forward for cls in (Qwen2VLAttention, Qwen2_5_VLAttention)}
 
 # So it does with these layers of Qwen3.5, which then hand on where sequences begin, and nothing else.
 RECURRENT = (Qwen3_5GatedDeltaNet, Qwen3_5MoeGatedDeltaNet)
@@ -77,15 +65,9 @@ for _cls in RECURRENT:
     recurrent.install_in(_cls)
 # Models that see images get forwards that run the whole tower on every rank of Ulysses, their decoders such that split
 # rows behind it.
-SEEING = (
-    qwen2_vl.Qwen2VLModel, qwen2_5_vl.Qwen2_5_VLModel, qwen3_vl.Qwen3VLModel, qwen3_vl_moe.Qwen3VLMoeModel,
-    glm4v.Glm4vModel, Qwen3_5Model, Qwen3_5MoeModel,
-)  # fmt: skip
-DECODERS = (
-    qwen2_vl.Qwen2VLTextModel, qwen2_5_vl.Qwen2_5_VLTextModel, qwen3_vl.Qwen3VLTextModel,
-    qwen3_vl_moe.Qwen3VLMoeTextModel, glm4v.Glm4vTextModel, Qwen3_5TextModel, Qwen3_5MoeTextModel,
-)  # fmt: skip
-OWN_LAYERS = {cls: cls.forward for cls in (Qwen3_5DecoderLayer, Qwen3_5MoeDecoderLayer, *RECURRENT, *SEEING, *DECODERS)}
+SEEING = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Glm4v", "Qwen3_5", "Qwen3_5Moe")
+_seeing = [getattr(hf, f"{family}{part}Model") for family in SEEING for part in ("", "Text")]
+OWN_LAYERS = {cls: cls.forward for cls in (Qwen3_5DecoderLayer, Qwen3_5MoeDecoderLayer, *RECURRENT, *_seeing)}
 
 # Settings, beside the tensors, that veRL reads from a micro-batch to make a model's inputs and outputs.
 SETTINGS = ("pad_mode", "use_fused_kernels", "calculate_entropy", "calculate_sum_pi_squared")
@@ -113,31 +95,29 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
     """veRL's FSDP and FSDP2 engine for language models, with the rollouts of equal prompts packed, or all as trees.
 
     A batch that cannot be packed (:func:`dualkv.integrations.verl.data.not_packable`) runs as in veRL, and a warning
-    gives the reason, once.
-
-    Raises:
-        ValueError: by the constructor, before weights are loaded, for a model that
-            :func:`dualkv.integrations.transformers.enable` refuses.
+    gives the reason, once. The constructor raises ValueError, before weights are loaded, for a model that
+    :func:`dualkv.integrations.transformers.enable` refuses, and for options that contradict each other.
     """
 
     def __init__(self, model_config: Any, *args: Any, **kwargs: Any) -> None:
         self._running: Running | None = None
-        self._canary_steps, self._updates = canary.steps(options.of(model_config)), 0
+        self._updates = 0
         self._compared: Compared | None = None
         self._row_costs: dict[bool, RowCosts] = {}  # by whether passes are without gradients
         self._scored = Weights()  # of old log-probs
         self._ratio: float | None = None
         self._read_options(model_config)
-        self._checked = _checked(self._of_decoder(model_config.hf_config), self._batch_invariant)
-        _refuse_fused_head(model_config)
-        _refuse_keeping(model_config)
+        model = _without_weights(self._of_decoder(model_config.hf_config))
+        self._checked = model is not None
+        _refuse(model_config, model, self._options)
         super().__init__(model_config, *args, **kwargs)
-        self.row_ranks = self.model_ranks = self.engine_config.ulysses_sequence_parallel_size
-        _refuse_ulysses(model_config, self.row_ranks)
-        if self._keeping is not None:
-            walked.refuse(model_config, self.engine_config, self._keeping)
-        if self._batch_invariant:
-            equal_bits.refuse(model_config, self.engine_config)
+        self.row_ranks = self.model_ranks = ranks = self.engine_config.ulysses_sequence_parallel_size
+        if model is not None and ranks > 1:
+            recurrent.refuse(recurrent.mixers(model), ranks)
+        if self._options.keeping is not None:
+            walked.refuse(model_config, self.engine_config, self._options.keeping)
+        if self._options.batch_invariant:
+            equal_bits.refuse(model_config, self.engine_config, self._options)
             # veRL compiles its entropies, in each process other kernels.
             chunked = self.engine_config.entropy_from_logits_with_chunking
             self.compute_entropy_from_logits = (
@@ -161,10 +141,10 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
             module,
             deterministic=self.engine_config.full_determinism,
             check=not self._checked,
-            batch_invariant=self._batch_invariant,
+            batch_invariant=self._options.batch_invariant,
         )
         decoder = module.get_decoder()
-        if self._batch_invariant:
+        if self._options.batch_invariant:
             invariant.install(module, [decoder], invariant.EveryCall())
         # The hook passes the layout as a keyword argument, because checkpointing replays the keyword arguments of the
         # decoder's layers and no other state of a hook, and because fused heads pass none on to the decoder. It runs
@@ -175,14 +155,11 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
         for part in module.modules():
             if media.family(type(part)) is not None:
                 patching.of(part, "engine").before(self._enter_images)
-        given = options.of(self.model_config)
-        fast = given.get(options.FAST, False)
-        if fast and not self.model_config.use_liger:  # else veRL has put Liger's kernels in place
+        if self._options.fast and not self.model_config.use_liger:  # else veRL has put Liger's kernels in place
             fused.fuse(module)
         self._pairs_a_row = layers.pairs_a_row(module)
         if self.model_config.enable_gradient_checkpointing:
-            keep = given.get(options.KEEP, "attention" if fast else "nothing")
-            transformers.recompute_layers(module, keep, layers=given.get(options.KEEP_LAYERS))
+            transformers.recompute_layers(module, self._options.keep, layers=self._options.keep_layers)
         return module
 
     def _enter_decoder(self, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -226,10 +203,10 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
         if self.model_config.use_fused_kernels:
             heads.refuse_adapter(module, "use_fused_kernels is True", "set use_fused_kernels=False")
         decoders = layers.decoders(module)
-        unproven = invariant.objections(module, decoders) if self._batch_invariant else ()
+        unproven = invariant.objections(module, decoders) if self._options.batch_invariant else ()
         for sentence in (*adapters.objections(module, decoders), *unproven):
             raise ValueError(sentence)
-        if self._batch_invariant:  # the products of adapters too
+        if self._options.batch_invariant:  # the products of adapters too
             invariant.install(module, decoders, invariant.EveryCall())
         for decoder in decoders:
             adapters.remember(decoder)
@@ -263,14 +240,15 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> Any:
         restore_attention()  # another engine may have been built since
-        walk = None if self._keeping is None else functools.partial(self._plan_walk, data, forward_only)
+        walk = None if self._options.keeping is None else functools.partial(self._plan_walk, data, forward_only)
         planned = self._plan(data, self._images(), walk=walk)
         if planned is None:
             self._refuse_replicated()
             return super().forward_backward_batch(data, loss_function, forward_only)
         rollouts, parts = planned
         keep_values = forward_only or tu.get_non_tensor_data(data, "return_model_output", False)
-        with_canary = not forward_only and self._canary_steps is not None and self._updates % self._canary_steps == 0
+        every = self._options.canary
+        with_canary = not forward_only and every is not None and self._updates % every == 0
         self._updates += not forward_only
         self._compared = None
         ratio = None if forward_only else self._compared_ratio(data, rollouts)
@@ -400,17 +378,20 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
             self._running = None
 
     def _more_metrics(self) -> dict[str, float]:
-        found = (
-            {} if self._keeping is None else {"walked_parts": float(self._walked_parts * (self._planned is not None))}
-        )
-        found |= {} if self._ratio is None else {RATIO.removeprefix("dualkv/"): self._ratio}
-        return found if self._compared is None else found | {"packed_vs_separate": self._compared.difference}
+        found: dict[str, float] = {}
+        if self._options.keeping is not None:
+            found["walked_parts"] = float(self._walked_parts * (self._planned is not None))
+        if self._ratio is not None:
+            found[RATIO.removeprefix("dualkv/")] = self._ratio
+        if self._compared is not None:
+            found["packed_vs_separate"] = self._compared.difference
+        return found
 
     # ------------------------------------------------------------------ a micro-batch
     def _get_packed_pad_size(self, packed_length: int) -> int:
         """Fill up a micro-batch whose norms would sum in another order."""
         bucket = super()._get_packed_pad_size(packed_length)
-        return max(bucket, invariant.LEAST_ROWS - packed_length) if self._batch_invariant else bucket
+        return max(bucket, invariant.LEAST_ROWS - packed_length) if self._options.batch_invariant else bucket
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
         running = self._running
@@ -482,29 +463,22 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
             found = prepare(output, arguments, rows, logits_processor_func)
             return {name: nested.values() for name, nested in found.items()}
 
-        if self._batch_invariant:
+        if self._options.batch_invariant:
             values = equal_bits.by_blocks(compute, output.logits, output_args)
         else:
             values = compute(output, output_args, len(running.head.rows) * self.ulysses_sequence_parallel_size)
         return {name: running.packed.to_sequences(x[running.head.values], sequences) for name, x in values.items()}
 
 
-class OtherEngine(BaseEngine):
-    """The engine under `dualkv` on other strategies: raises an error that says which strategy to set."""
-
-    causes: ClassVar[dict[str, ImportError]] = {}  # why modules of strategies that pack groups could not be imported
-
-    def __init__(self, *_args: Any, engine_config: Any, **_kwargs: Any) -> None:
-        check_strategy(engine_config.strategy)
-        # A strategy that packs groups, whose own module was not imported.
-        cause = self.causes[engine_config.strategy]
-        says = f"strategy=megatron takes megatron-core, and Megatron-Bridge or mbridge: {cause}"
-        raise ModuleNotFoundError(says, name="megatron.core") from cause
-
-
 def register_other(strategy: str, cause: ImportError | None = None) -> None:
-    if cause is not None:
-        OtherEngine.causes[strategy] = cause
+    """Register an engine that raises an error: which strategy to set, or why that of megatron was not imported."""
+
+    class OtherEngine(BaseEngine):
+        def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+            check_strategy(strategy)
+            says = f"strategy=megatron takes megatron-core, and Megatron-Bridge or mbridge: {cause}"
+            raise ModuleNotFoundError(says, name="megatron.core") from cause
+
     EngineRegistry.register(model_type=MODEL_TYPE, backend=strategy, device=["cuda", "npu"])(OtherEngine)
 
 
@@ -521,23 +495,33 @@ def check_strategy(strategy: str) -> None:
         )
 
 
-def _checked(config: Any, batch_invariant: bool) -> bool:
-    """Raises ValueError for a model that cannot be packed, or is not batch-invariant if that is asked for. Returns
-    False if only the built model can be checked.
+def _refuse(model_config: Any, model: nn.Module | None, given: options.Options) -> None:
+    """Raise ValueError for a model that cannot be packed with the options, a fused head of veRL's that leaves out what
+    the model has beside the head's weight, and options of gradient checkpointing without it.
 
     veRL and Liger patch the classes of models while the engine builds one. This check runs before, on transformers' own
     classes.
     """
-    if (model := _without_weights(config)) is None:
-        return False
-    restore_attention()
-    support.refuse(model, trains=True, batch_invariant=batch_invariant)
-    return True
+    if model is not None:
+        restore_attention()
+        support.refuse(model, trains=True, batch_invariant=given.batch_invariant)
+        if model_config.use_fused_kernels and (beside := transformers.head(model).beside_weight):
+            raise ValueError(
+                f"use_fused_kernels is True and {type(model).__name__} makes its logits with {', '.join(beside)}, which"
+                " veRL's fused heads leave out: set use_fused_kernels=False"
+            )
+    for name in (options.KEEP, options.KEEP_LAYERS):
+        value = given.given.get(name)
+        if value not in (None, "nothing", "all") and not model_config.enable_gradient_checkpointing:
+            raise ValueError(
+                f"fused_kernel_options.{name} is {value!r} with enable_gradient_checkpointing=False, where layers keep"
+                " everything: leave the option out, or set model.enable_gradient_checkpointing=True"
+            )
 
 
 def _without_weights(config: Any) -> nn.Module | None:
     """The model of a configuration on the meta device; None where its code comes with the weights or does not run
-    there. `enable` and the first call with a layout check the model that veRL builds."""
+    there. Then `enable` and the first call with a layout check the model that veRL builds."""
     try:
         return support.without_weights(config)
     except Exception:
@@ -545,13 +529,8 @@ def _without_weights(config: Any) -> nn.Module | None:
 
 
 def restore_attention() -> None:
-    """Puts transformers' own attention back into classes that veRL changed, and its own layers of Qwen3.5 into packed
-    calls.
-
-    Both kinds of attention see the same rows: transformers' hands the positions of text on to FlashAttention's
-    function, which veRL replaces for sequence parallelism. veRL's layers of Qwen3.5 stay for replicated rows, which
-    they keep apart.
-    """
+    """Put transformers' own attention back into classes that veRL changed, and its own layers of Qwen3.5 and models
+    that see images into packed calls; veRL's stay for replicated rows."""
     for cls, forward in OWN_ATTENTION.items():
         patching.of(cls).replace("forward", forward)
     layer: Any
@@ -568,35 +547,6 @@ def _packed_by(own: Callable[..., Any], of_verl: Callable[..., Any]) -> Callable
         return (of_verl if kwargs.get("dualkv") is None else own)(module, *args, **kwargs)
 
     return forward
-
-
-def _refuse_fused_head(model_config: Any) -> None:
-    """Raises ValueError for a fused head of veRL's where a model has a bias, a scale, a cap or something in front of
-    its head, which these heads leave out."""
-    model = _without_weights(model_config.hf_config) if model_config.use_fused_kernels else None
-    if model is not None and (beside := transformers.head(model).beside_weight):
-        raise ValueError(
-            f"use_fused_kernels is True and {type(model).__name__} makes its logits with {', '.join(beside)}, which"
-            " veRL's fused heads leave out: set use_fused_kernels=False"
-        )
-
-
-def _refuse_keeping(model_config: Any) -> None:
-    """Raises ValueError for options of gradient checkpointing without it."""
-    given = options.of(model_config)
-    for name in (options.KEEP, options.KEEP_LAYERS):
-        value = given.get(name)
-        if value not in (None, "nothing", "all") and not model_config.enable_gradient_checkpointing:
-            raise ValueError(
-                f"fused_kernel_options.{name} is {value!r} with enable_gradient_checkpointing=False, where layers keep"
-                " everything: leave the option out, or set model.enable_gradient_checkpointing=True"
-            )
-
-
-def _refuse_ulysses(model_config: Any, ranks: int) -> None:
-    """Raises ValueError for a model with recurrent layers whose heads the `ranks` of Ulysses cannot share."""
-    if ranks > 1 and (model := _without_weights(model_config.hf_config)) is not None:
-        recurrent.refuse(recurrent.mixers(model), ranks)
 
 
 def _split(shard: Shard, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:

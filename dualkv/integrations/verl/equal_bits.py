@@ -13,20 +13,18 @@ from typing import Any
 
 import torch
 
-from dualkv.integrations.verl import options
-from dualkv.integrations.verl.options import BATCH_INVARIANT, FAST, WALK
+from dualkv.integrations.verl.options import BATCH_INVARIANT, FAST, WALK, Options
 
 ROWS = 256  # of logits in a call
 ALIGNED = 8  # logits of a row: rows of bf16 then begin at multiples of 16 bytes, which counts in the order of sums
 Compute = Callable[[Any, dict[str, Any], int], dict[str, torch.Tensor]]
 
 
-def refuse(model_config: Any, engine_config: Any) -> None:
+def refuse(model_config: Any, engine_config: Any, options: Options) -> None:
     """Raises ValueError for settings of an FSDP engine with which log-probs are not known to be batch-invariant."""
-    given = options.of(model_config)
     vocabulary = model_config.hf_config.get_text_config().vocab_size
     for name, value, expected in (
-        *((f"fused_kernel_options.{name}", given.get(name, False), False) for name in (WALK, FAST)),
+        *((f"fused_kernel_options.{name}", options.given.get(name, False), False) for name in (WALK, FAST)),
         ("use_fused_kernels", model_config.use_fused_kernels, False),
         ("use_liger", model_config.use_liger, False),
         ("ulysses_sequence_parallel_size", engine_config.ulysses_sequence_parallel_size, 1),
@@ -42,16 +40,8 @@ def refuse(model_config: Any, engine_config: Any) -> None:
 
 
 def by_blocks(compute: Compute, logits: torch.Tensor, of_rows: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Compute values of logits for ROWS rows at a time.
-
-    Args:
-        compute: from an output of a model with logits [1, ROWS, V], tensors [ROWS] and their number to values [ROWS].
-        logits: [1, U, V].
-        of_rows: tensors [U] by name; others are handed on.
-
-    Returns:
-        values [U] by name.
-    """
+    """Compute values [U] by name of logits [1, U, V] and tensors [U] by name (others are handed on), for ROWS rows at a
+    time: `compute` takes an output with logits [1, ROWS, V], tensors [ROWS], and their number."""
     found: dict[str, list[torch.Tensor]] = {}
     for number, block in enumerate(logits[0].split(ROWS)):
         begin, count = number * ROWS, len(block)

@@ -39,7 +39,7 @@ from verl.workers.engine.utils import postprocess_batch_func
 from dualkv.data.trees import PackedSequences
 from dualkv.integrations import megatron, patching
 from dualkv.integrations.megatron.configs import counted, refuse
-from dualkv.integrations.verl import canary, options, routes
+from dualkv.integrations.verl import options, routes
 from dualkv.integrations.verl.batches import MODEL_TYPE, PacksBatches, packed_parts, temperatures
 from dualkv.integrations.verl.data import PackedRollouts, Rollouts
 from dualkv.sequence_parallel import HeadRows, Shard, padded
@@ -59,12 +59,9 @@ class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
     """veRL's Megatron engine for language models, with the rollouts of equal prompts packed, or all as trees.
 
     A batch that cannot be packed (see :func:`dualkv.integrations.verl.data.not_packable`) runs as in veRL, and a
-    warning gives the reason, once.
-
-    Raises:
-        ValueError: by the constructor, for settings that packed groups do not run with; by `initialize`, before weights
-            are loaded, for a configuration of a model that :func:`dualkv.integrations.megatron.enable` refuses, and
-            behind that for its layers. Every rank raises the same error.
+    warning gives the reason, once. The constructor raises ValueError for settings that packed groups do not run with,
+    `initialize`, before weights are loaded, for a configuration that :func:`dualkv.integrations.megatron.enable`
+    refuses, on every rank the same.
     """
 
     mini_layer_topk_idx_list: list[torch.Tensor]  # veRL's: routes that are recorded, of each micro-batch
@@ -75,7 +72,7 @@ class DualKVMegatronEngine(PacksBatches, MegatronEngineWithLMHead):
         self._routes = [0, 0]  # rows of the batch whose routes several rollouts recorded; how many of them differ
         self.row_ranks = engine_config.context_parallel_size
         self._read_options(model_config)
-        _refuse(model_config, engine_config)
+        _refuse(model_config, engine_config, self._options)
         super().__init__(model_config, engine_config, *args, **kwargs)
         self.model_ranks = torch.distributed.get_world_size() // self.get_data_parallel_size()
 
@@ -367,7 +364,7 @@ def _objection(data: TensorDict) -> str:
     return ""
 
 
-def _refuse(model_config: Any, engine_config: Any) -> None:
+def _refuse(model_config: Any, engine_config: Any, given: options.Options) -> None:
     """Raises ValueError for settings of veRL with which packed groups do not run."""
     for name, (values, why) in NEEDED.items():
         value = getattr(engine_config, name)
@@ -375,29 +372,21 @@ def _refuse(model_config: Any, engine_config: Any) -> None:
             raise ValueError(
                 f"actor.megatron.{name} is {value!r}, model.model_type={MODEL_TYPE} expects {values[0]!r}: {why}"
             )
-    if model_config.mtp.enable:
-        raise ValueError(
-            f"model.mtp.enable is True, model.model_type={MODEL_TYPE} expects False: the next token of a packed row is"
-            " not always the next row"
-        )
-    if engine_config.qat.enable:
-        raise ValueError(
-            f"actor.megatron.qat.enable is True, model.model_type={MODEL_TYPE} expects False: it has not been tried"
-        )
-    given = options.of(model_config)
-    if given.get(options.FAST, False):
-        raise ValueError(
-            f"fused_kernel_options.{options.FAST} is True, strategy megatron has fused kernels of its own: set"
-            " actor.megatron.override_transformer_config"
-        )
-    for name in (options.WALK, options.BATCH_INVARIANT):
-        if given.get(name, False):
-            raise ValueError(f"fused_kernel_options.{name} is True, expected false on strategy megatron: use fsdp2")
-    if canary.steps(given) is not None:
-        raise ValueError(f"fused_kernel_options.{options.CANARY} is set, strategy megatron has no canary: unset it")
-    for name in (options.KEEP, options.KEEP_LAYERS):
-        if (keep := given.get(name)) not in (None, "nothing"):
-            raise ValueError(
-                f"fused_kernel_options.{name} is {keep!r}, strategy megatron has settings of its own: set"
-                " actor.megatron.override_transformer_config.recompute_granularity"
-            )
+    for name, part, why in (
+        ("model.mtp", model_config.mtp, "the next token of a packed row is not always the next row"),
+        ("actor.megatron.qat", engine_config.qat, "it has not been tried"),
+    ):
+        if part.enable:
+            raise ValueError(f"{name}.enable is True, model.model_type={MODEL_TYPE} expects False: {why}")
+    own = "strategy megatron has settings of its own: set actor.megatron.override_transformer_config"
+    of_fsdp = "expected none on strategy megatron: use fsdp2"
+    for name, why in (
+        (options.FAST, own),
+        (options.KEEP, f"{own}.recompute_granularity"),
+        (options.KEEP_LAYERS, f"{own}.recompute_granularity"),
+        (options.WALK, of_fsdp),
+        (options.BATCH_INVARIANT, of_fsdp),
+        (options.CANARY, of_fsdp),
+    ):
+        if (value := given.given.get(name)) not in (None, False, "nothing"):
+            raise ValueError(f"fused_kernel_options.{name} is {value!r}, {why}")

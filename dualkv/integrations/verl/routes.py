@@ -61,14 +61,11 @@ def objection(data: Any, mode: str, shapes: Collection[tuple[int, int]]) -> str:
 
 
 def packed(data: Any, mode: str, packed_rows: IntArray, total: int) -> PackedRoutes:
-    """The routes of a micro-batch for which :func:`objection` returned nothing.
+    """The routes of `total` packed rows of a micro-batch for which :func:`objection` returned nothing; `packed_rows`
+    has the packed row of each row of the replicated sequences.
 
     In mode R3 veRL replays no route of the last row of a rollout, of which nothing is predicted, and none of rollouts
     without a response.
-
-    Args:
-        packed_rows: [rows] the packed row of each row of the replicated sequences.
-        total: T.
     """
     starts = data["input_ids"].offsets().cpu().numpy()
     nested = data[ROUTES]

@@ -15,10 +15,9 @@ from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from dualkv.integrations import losses
 from dualkv.integrations.verl import options
-from dualkv.integrations.verl.balance import balance, rank_works, rollouts_by_tag
-from dualkv.integrations.verl.batches import MODEL_TYPE, check
-from dualkv.integrations.verl.critic import refuse_alone, refuse_of_log_probs
+from dualkv.integrations.verl.batches import MODEL_TYPE
 from dualkv.integrations.verl.engine import FSDP, check_strategy
+from dualkv.integrations.verl.work import balance, rank_works, rollouts_by_tag
 
 OBSERVED = f"{MODEL_TYPE}_observe"
 TRAINERS = "trainer.v1"  # where veRL's trainers have their settings, by the names of its own
@@ -39,7 +38,7 @@ class _WholeGroups:
                 " False",
                 stacklevel=2,
             )
-        losses.warn_of_verl(config.actor_rollout_ref.actor)
+        losses.warn(losses.verl_settings(config.actor_rollout_ref.actor))
         super().__init__(config)  # type: ignore[call-arg]
 
     def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -73,30 +72,25 @@ def _refuse(config: Any) -> None:
     kind, given = model.get("model_type"), options.read(model.get("fused_kernel_options"))
     if kind == MODEL_TYPE:
         check_strategy(config.actor_rollout_ref.actor.strategy)
-        check(given)
-    elif kind != OBSERVED and (name := options.alone(given)):
-        raise ValueError(
-            f"{options.PLACES[0]}.{name} is set without actor_rollout_ref.model.model_type={MODEL_TYPE}, expected both"
-        )
+    elif kind != OBSERVED:
+        given.refuse_alone(options.PLACES[0], f"actor_rollout_ref.model.model_type={MODEL_TYPE}")
     critic: Any = config.get("critic") or {}
     of_critic: Any = critic.get("model") or {}
     given = options.read(of_critic.get("fused_kernel_options"))
-    refuse_alone(given)
-    packs_critic = given.get(options.PACKED, False)
-    if packs_critic:
+    given.refuse_alone(options.PLACES[1], f"{options.PACKED}=True")
+    if given.packed:
         if critic.strategy not in FSDP:
             raise ValueError(
                 f"{options.PLACES[1]}.{options.PACKED} packs groups on strategy fsdp and fsdp2, not on"
                 f" {critic.strategy}: set critic.strategy=fsdp2, or leave the option out"
             )
-        check(given)
-        refuse_of_log_probs(given)
+        given.refuse_of_log_probs()
     elif of_critic.get("model_type") == MODEL_TYPE:
         raise ValueError(
             f"critic.model.model_type is {MODEL_TYPE}, which packs no critic: set"
             f" +{options.PLACES[1]}.{options.PACKED}=True"
         )
-    if kind not in (MODEL_TYPE, OBSERVED) and not packs_critic:
+    if kind not in (MODEL_TYPE, OBSERVED) and not given.packed:
         warnings.warn(
             f"dualkv: actor_rollout_ref.model.model_type is {kind}, so nothing is packed: set it to {MODEL_TYPE}",
             stacklevel=4,

@@ -40,7 +40,7 @@ from dualkv.data.trees import PackedSequences
 from dualkv.integrations.transformers.media import POSITIONS
 from dualkv.integrations.verl import data as verl_data
 from dualkv.integrations.verl.data import PackedRollouts, Rollouts
-from dualkv.integrations.verl.options import GRADIENTS, ON_HOST, WALK
+from dualkv.integrations.verl.options import GRADIENTS, WALK, Options
 from dualkv.layout import Layout
 from dualkv.row_costs import measure_sharded_rows, room
 from dualkv.walks import Pass, State, part_passes
@@ -49,25 +49,6 @@ logger = logging.getLogger(__name__)
 NONE = np.zeros(0, np.int64)
 MOST = 1.1  # times the memory without a walk, weights and gradients included
 ROWS = "input_ids", "position_ids", "multi_modal_inputs"
-SUMS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def asked(given: dict[str, Any]) -> Keeping | None:
-    """Read the options: how trunks keep their tensors, None where nothing is walked.
-
-    Raises:
-        ValueError: another dtype than fp32 or bf16 (`dualkv_walk_gradients`); it or `dualkv_walk_on_host` without a
-            walk.
-    """
-    sums = given.get(GRADIENTS, "fp32")
-    if not isinstance(sums, str) or sums not in SUMS:
-        raise ValueError(f"fused_kernel_options.{GRADIENTS} is {sums!r}, expected {' or '.join(SUMS)}")
-    if given.get(WALK, False):
-        return Keeping(SUMS[sums], given.get(ON_HOST, False))
-    for name in (GRADIENTS, ON_HOST):
-        if name in given:
-            raise ValueError(f"fused_kernel_options.{name} is set without {WALK}=True, expected both")
-    return None
 
 
 def refuse(model_config: Any, engine_config: Any, keeping: Keeping) -> None:
@@ -192,28 +173,28 @@ class PartRows(NamedTuple):
 
     Attributes:
         micro_batch: on the device; of rollouts whose loss the pass computes, or settings alone.
-        has_values: whether values of some rows are taken.
         members: the rollouts whose loss the pass computes, as indices in the unit.
         tokens: the response tokens whose values it computes, or takes gradients of, where no rollout is whole.
     """
 
     packed: PackedRollouts
     micro_batch: TensorDict
-    has_values: bool = False
     members: IntArray = NONE
     tokens: IntArray = NONE
+
+    @property
+    def has_values(self) -> bool:
+        return len(self.members) + len(self.tokens) > 0
 
 
 class Planned(NamedTuple):
     """The plan of a batch of which some trees are walked, on this rank or on others.
 
     Attributes:
-        batches: walked ones first, so that ranks run the first passes of trunks together.
-        units: the same, in parts.
+        units: walked ones first, so that ranks run the first passes of trunks together.
         holds: whether parameters stay gathered between passes without a graph.
     """
 
-    batches: list[PlannedBatch]
     units: list[Unit]
     holds: bool
 
@@ -221,11 +202,7 @@ class Planned(NamedTuple):
 def units(
     data: TensorDict, rollouts: Rollouts, batches: Sequence[PlannedBatch], memory: Memory, device: Any
 ) -> list[Unit]:
-    """Make planned micro-batches, in parts within the memory.
-
-    Raises:
-        ValueError: one that does not fit, or cannot be packed.
-    """
+    """Make planned micro-batches, in parts within the memory. Raises ValueError for one that does not fit."""
     made: list[Unit] = []
     count = 0
     for one in batches:
@@ -346,17 +323,17 @@ def _rows_of(one: Pass, unit: Unit | None, one_rollout: TensorDict) -> PartRows:
     if len(members):
         micro_batch = tu.index_select_tensor_dict(unit.micro_batch, members.tolist())
         packed = unit.of_part(one.part, members)
-        return PartRows(packed, verl_data.on_device(micro_batch, get_device_id()), True, members)
+        return PartRows(packed, verl_data.on_device(micro_batch, get_device_id()), members)
     if len(tokens):
         micro_batch = verl_data.on_device(unit.micro_batch, get_device_id())
-        return PartRows(unit.of_part(one.part, None), micro_batch, True, tokens=tokens)
+        return PartRows(unit.of_part(one.part, None), micro_batch, tokens=tokens)
     return PartRows(of_ids(unit.ids_of(one.part)), one_rollout)
 
 
 class WalksBatches:
     """A mixin for veRL's FSDP engines of packed batches, whose `forward_step` runs what `_running` holds."""
 
-    _keeping: Keeping | None
+    _options: Options
     _planned: Planned | None
     _walked_parts = 0
     _held: Sequence[Any] = ()  # modules that stay gathered after passes without a graph
@@ -365,16 +342,9 @@ class WalksBatches:
     def _plan_walk(
         self: Any, data: TensorDict, forward_only: bool, rollouts: Rollouts | None, tokens: int
     ) -> Planned | None:
-        """Plan a batch, if a group or tree of any rank has more packed tokens than a micro-batch, and some is walked.
-
-        Args:
-            data, forward_only: as of `forward_backward_batch`.
-            rollouts: those of this rank; None if it cannot pack them.
-            tokens: packed tokens of a micro-batch.
-
-        Raises:
-            ValueError: rollouts that fit in no way, here or on another rank.
-        """
+        """Plan a batch, if a group or tree of any rank has more packed tokens than a micro-batch, and some is walked;
+        `rollouts` are None on a rank that cannot pack them. Raises ValueError for rollouts that fit in no way, here or
+        on another rank."""
         unpackable, large = self._on_any_rank(rollouts is None, rollouts is not None and is_large(rollouts, tokens))
         if unpackable or rollouts is None or not large:
             return None
@@ -400,7 +370,7 @@ class WalksBatches:
         holds = self._agree(error, tokens, has_room)
         if holds:
             logger.info("dualkv: parameters stay gathered between passes without a graph")
-        return Planned(batches, made, holds)
+        return Planned(made, holds)
 
     def _walk_bytes(self: Any, forward_only: bool, of_tokens: float) -> float:
         """Return the bytes that passes may take, from those of a micro-batch of as many tokens as one may have."""
@@ -437,15 +407,15 @@ class WalksBatches:
                 return self._forward_part(PartRows(of_ids(ids[0].cpu()), one), branch, None)[0]
 
             with self._measuring(), torch.no_grad() if forward_only else nullcontext():
-                found = measure_sharded_rows(forward, ids, max(2, tokens // 2), self._keeping)
+                found = measure_sharded_rows(forward, ids, max(2, tokens // 2), self._options.keeping)
             self._row_costs[forward_only] = found._replace(pairs=self._pairs_a_row)
             logger.info("dualkv: %s", self._row_costs[forward_only])
         return self._row_costs[forward_only]
 
     @contextmanager
     def _measuring(self: Any) -> Iterator[None]:
-        """Keep parameters of FSDP2 gathered that would take more than the rows that are measured: the embedding and the
-        head, and all if `reshard_after_forward` is False."""
+        """Keep parameters of FSDP2 gathered that would take more than the measured rows: the embedding and the head,
+        and all if `reshard_after_forward` is False."""
         always = not self.engine_config.reshard_after_forward
         sharded = [module for module in self.module.modules() if isinstance(module, FSDPModule)]
         self._held = [module for module in sharded if always or isinstance(module, nn.Embedding | nn.Linear)]
@@ -523,7 +493,7 @@ class WalksBatches:
         """Run the parts of units; the rollouts and outputs of those that are whole. The others leave or take values."""
         of_batch = {id(unit.batch): unit for unit in some}
         parts = [part for unit in some for part in unit.parts]
-        passes = part_passes(parts, state, self._keeping, self.get_data_parallel_group(), get_device_id())
+        passes = part_passes(parts, state, self._options.keeping, self.get_data_parallel_group(), get_device_id())
         with torch.set_grad_enabled(state.training):
             for number, one in enumerate(passes):
                 with torch.profiler.record_function(f"micro_batch{number}"):

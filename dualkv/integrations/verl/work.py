@@ -1,10 +1,14 @@
-"""The work of rollouts, replicated and packed, in veRL's units: tokens, and squared lengths for attention."""
+"""The work of rollouts, replicated and packed, and their assignment to ranks and updates.
+
+Work is in veRL's units: tokens, and squared lengths for attention. A group stays on one rank and in one update, and
+packed work is balanced.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,3 +97,52 @@ def packed(rollouts: Rollouts, layers: Sequence[Visible] = FULL) -> Work:
     lengths = shared.lengths[shared.order]
     squares = _squares(lengths, layers) - _squares(shared.common, layers)
     return Work(int((lengths - shared.common).sum()), squares)
+
+
+# ---------------------------------------------------------------- ranks and updates
+def rollouts_by_tag(uids: Sequence[Hashable], prompt_lens: Sequence[int], response_lens: Sequence[int]) -> Rollouts:
+    """Rollouts as a trainer sees them, without tokens: rollouts with equal `uid` and prompt length share a prompt."""
+    found: dict[Hashable, int] = {}
+    group = [found.setdefault(key, len(found)) for key in zip(uids, prompt_lens, strict=True)]
+    lens = (np.array(x, np.int64) for x in (prompt_lens, response_lens, group))
+    return Rollouts.of_groups(*lens)
+
+
+def balance(rollouts: Rollouts, num_ranks: int, num_updates: int) -> list[list[int]]:
+    """The rollouts of each data-parallel rank, update after update, the same number in each.
+
+    Groups are placed from the largest to the smallest. Each goes to the place with the least packed work in which it
+    fits. A group that fits nowhere is split, and its prompt is repeated. Raises ValueError for a number of rollouts
+    that is no multiple of `num_ranks * num_updates`.
+    """
+    size, left = divmod(len(rollouts), num_ranks * num_updates)
+    if left or size == 0:
+        raise ValueError(
+            f"got {len(rollouts)} rollouts, expected a multiple of {num_ranks} ranks times {num_updates} updates"
+        )
+    slots: list[list[int]] = [[] for _ in range(num_ranks * num_updates)]
+    loads = [0] * len(slots)
+    groups = [(packed(rollouts.select(members)).workload, members) for members in rollouts.members()]
+    for _, members in sorted(groups, key=lambda group: -group[0]):
+        rest = members
+        while len(rest):
+            whole = [s for s, slot in enumerate(slots) if size - len(slot) >= len(rest)]
+            if whole:
+                s = min(whole, key=lambda s: loads[s])
+            else:
+                s = min(range(len(slots)), key=lambda s: (len(slots[s]), loads[s]))
+            free = size - len(slots[s])
+            part, rest = rest[:free], rest[free:]
+            slots[s] += part.tolist()
+            loads[s] += packed(rollouts.select(part)).workload
+    # Slots have about equal loads whatever their order; rank r takes every num_ranks-th slot from slot r on.
+    return [[i for slot in slots[rank::num_ranks] for i in slot] for rank in range(num_ranks)]
+
+
+def rank_works(rollouts: Rollouts, assignment: Sequence[Sequence[int]], num_updates: int) -> list[Work]:
+    """The packed work of each rank; a prompt counts once in each update."""
+    works = []
+    for of_rank in assignment:
+        parts = np.array_split(np.array(of_rank), num_updates)
+        works.append(sum((packed(rollouts.select(part)) for part in parts), NOTHING))
+    return works

@@ -13,6 +13,7 @@ from dualkv.integrations.megatron import PackedGroups, enable
 from dualkv.layout import Layout
 from tests.integrations.megatron import cpu
 from tests.integrations.megatron.updates import (
+    AGAIN,
     COUNTED,
     EXPERTS,
     HYBRID,
@@ -25,60 +26,40 @@ from tests.integrations.megatron.updates import (
     packed_on_ranks,
 )
 
-AGAIN = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 COUNT = 4  # ranks; those that a scenario does not ask for are data parallel
+SEQUENCE = {"tp": 2, "sequence_parallel": True, "norms": False}
+WINDOWS = {"window_size": (3, 0), "window_attn_skip_freq": 2}
+SINKS = {"softmax_type": "learnable"}
+GATHERED = {"cp_comm_type": "all_gather"}
+FEW_HEADS = {"num_attention_heads": 2, "num_query_groups": 1}
+INTERLEAVED = {"pp": 2, "virtual_pipeline_model_parallel_size": 2, "num_layers": 4, "variable_seq_lengths": False}
 SCENARIOS: dict[str, dict[str, Any]] = {
     "tensor": {"tp": 2},
     "one KV head": {"tp": 2, "num_query_groups": 1},
-    "sequence": {"tp": 2, "sequence_parallel": True, "norms": False, "init_method_std": 0.1},
+    "sequence": SEQUENCE | {"init_method_std": 0.1},
     "pipeline": {"pp": 2},
     "expert": {"ep": 2, **EXPERTS},
-    "context": {"cp": 2, "softmax_type": "learnable", "window_size": (3, 0), "window_attn_skip_freq": 2},
+    "context": {"cp": 2, **SINKS, **WINDOWS},
     "context, a head each": {"cp": 4, **EXPERTS},
     "context, tensor": {"cp": 2, "tp": 2},
-    "context, tensor, sequence": {"cp": 2, "tp": 2, "sequence_parallel": True, "norms": False, "init_method_std": 0.1},
+    "context, tensor, sequence": SEQUENCE | {"cp": 2, "init_method_std": 0.1},
     "context, multimodal, pipeline": {"cp": 2, "pp": 2, **MULTIMODAL},
     "context, latent": {"cp": 2, "tp": 2, **LATENT},
-    "gathered": {"cp": 4, "cp_comm_type": "all_gather", "softmax_type": "learnable", **EXPERTS},
-    "gathered, more ranks than heads": {
-        "cp": 4,
-        "cp_comm_type": "all_gather",
-        "num_attention_heads": 2,
-        "num_query_groups": 1,
-        "window_size": (3, 0),
-        "window_attn_skip_freq": 2,
-    },
+    "gathered": {"cp": 4, **GATHERED, **SINKS, **EXPERTS},
+    "gathered, more ranks than heads": {"cp": 4, **GATHERED, **FEW_HEADS, **WINDOWS},
     "context, pipeline": {"cp": 2, "pp": 2, "num_query_groups": 1},
-    "interleaved": {
-        "pp": 2,
-        "virtual_pipeline_model_parallel_size": 2,
-        "num_layers": 4,
-        "variable_seq_lengths": False,
-        "init_method_std": 0.2,
-    },
-    "tensor, sequence, recurrent": {
-        "tp": 2,
-        "sequence_parallel": True,
-        "norms": False,
-        **RECURRENT,
-        "linear_attention_freq": [1, 1, 0],
-        "num_layers": 3,
-    },
+    "interleaved": INTERLEAVED | {"init_method_std": 0.2},
+    "tensor, sequence, recurrent": SEQUENCE | RECURRENT | {"linear_attention_freq": [1, 1, 0], "num_layers": 3},
     "recurrent, pipeline": {"pp": 2, **RECURRENT, "linear_attention_freq": [0, 1]},
-    "tensor and pipeline": {"tp": 2, "pp": 2, "softmax_type": "learnable", "window_size": (3, 0)},
+    "tensor and pipeline": {"tp": 2, "pp": 2, **SINKS, "window_size": (3, 0)},
 }
 if hasattr(gated_delta_net, "tensor_a2a_cp2hp"):  # configs of earlier versions refuse such layers
     SCENARIOS |= {
         "context, recurrent": {"cp": 2, **RECURRENT},
-        "gathered, recurrent, each layer again": {
-            "cp": 2,
-            "cp_comm_type": "all_gather",
-            **RECURRENT,
-            **AGAIN,
-        },
+        "gathered, recurrent, each layer again": {"cp": 2, **GATHERED, **RECURRENT, **AGAIN},
         "context of four, hybrid": {"cp": 4, **HYBRID},
         "hybrid, context, latent": {"cp": 2, **HYBRID, **LATENT, "pattern": "+MG-"},
-        "hybrid, tensor, sequence": {"tp": 2, "sequence_parallel": True, "norms": False, **HYBRID},
+        "hybrid, tensor, sequence": SEQUENCE | HYBRID,
         "hybrid, context, pipeline": {"cp": 2, "pp": 2, **HYBRID, "pattern": "*-|MG"},
     }
 # What routers count, against one rank. A loss of all data-parallel ranks differs with their number.

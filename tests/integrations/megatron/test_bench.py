@@ -11,11 +11,28 @@ import torch
 from megatron.core import tensor_parallel
 
 from dualkv.models import CONFIGS
+from tests.integrations.megatron import cpu
 from tests.ranks import on_ranks
 from tools.bench import megatron as bench
 from tools.bench import walk
 from tools.bench.megatron_costs import Group, Model, Nets
 from tools.bench.walk_megatron import MegatronRunner
+
+TINY = Model(layers=2, hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=8, vocabulary=64)
+
+
+def main(number: int, file: str) -> None:
+    """Run the benchmark on a rank."""
+    run = bench.Run(TINY, 2, 1, 1, 4, torch.float32, False, torch.device("cpu"))
+    with (
+        cpu.rank(),
+        mock.patch.object(tensor_parallel, "model_parallel_cuda_manual_seed"),
+        mock.patch.object(bench, "SMALL", TINY),
+        mock.patch.object(bench, "SMALL_GROUP", Group(3, 6, 4, groups=4)),
+    ):
+        *_, (figures, _) = bench.measure_ranks(run, Group(3, 5, 4))
+    if number == 0:
+        Path(file).write_text(json.dumps(figures))
 
 
 @pytest.mark.parametrize("nets", [None, Nets(key_heads=8, value_heads=8, key_dim=8, value_dim=8, interval=2)])
@@ -47,7 +64,7 @@ def test_walks_compute_what_cutting_does(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_ranks_compute_what_one_does(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    on_ranks(2, "tests.integrations.megatron.bench_ranks:main", str(file))
+    on_ranks(2, "tests.integrations.megatron.test_bench:main", str(file))
     figures = json.loads(file.read_text())
     assert {kind: made["groups"] for kind, made in figures["rows"].items()} == {
         "one": 1, "tensor": 1, "context": 1, "gathered": 1, "pipeline": 4, "data": 2,

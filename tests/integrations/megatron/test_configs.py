@@ -71,34 +71,6 @@ def test_what_allowed_fields_mean_is_on_the_page() -> None:
     assert [name for name in (*configs.MEANING, *configs.COUNTED) if f"`{name}`" not in page] == []
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        (
-            {"moe_router_load_balancing_type": "sinkhorn"},
-            "moe_router_load_balancing_type is 'sinkhorn', expected 'aux_loss', 'seq_aux_loss', 'global_aux_loss', 'no",
-        ),
-        (
-            {"moe_router_load_balancing_type": ["aux_loss", "quantile_balancing"], "moe_aux_loss_coeff": [0.0, 0.0]},
-            r"moe_router_load_balancing_type is \['aux_loss', 'quantile_balancing'\], expected 'aux_loss', ",
-        ),
-        ({"moe_expert_rank_capacity_factor": 1.5}, "moe_expert_rank_capacity_factor is 1.5, expected None: "),
-        ({"moe_token_dropping": True}, "moe_token_dropping is True, expected False: "),
-        (
-            {"experimental_attention_variant": "dsa"},
-            "experimental_attention_variant is 'dsa', expected None or 'gated_delta_net': ",
-        ),
-    ],
-)
-def test_configs_of_experts_and_layers_that_read_other_rows(settings: dict[str, Any], says: str) -> None:
-    cpu.parallel()
-    model = build(layer_spec(**EXPERTS), EXPERTS)
-    for name, value in settings.items():
-        setattr(model.config, name, value)
-    with pytest.raises(ValueError, match=f"^{says}"):
-        enable(model)
-
-
 def test_a_budget_beyond_which_a_dispatcher_stops_is_none_that_drops_tokens() -> None:
     cpu.parallel()
     model = build(layer_spec(**EXPERTS), EXPERTS)

@@ -11,7 +11,7 @@ import torch
 import dualkv
 from dualkv.integrations.megatron import PackedGroups, disable, enable
 from tests.integrations.megatron import cpu
-from tests.integrations.megatron.updates import COUNTED, EXPERTS, VOCAB, build, layer_spec
+from tests.integrations.megatron.updates import AGAIN, COUNTED, EXPERTS, VOCAB, build, layer_spec
 
 LENGTH = 9  # of each sequence: megatron-core counts a batch of equal ones without padding
 AUX = {"moe_aux_loss_coeff": 0.5}
@@ -29,8 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "moe_aux_loss_coeff": [0.3, 0.4],
         "calculate_per_token_loss": True,
     },
-    "all, recomputed": COUNTED
-    | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "all, recomputed": COUNTED | AGAIN,
 }
 
 

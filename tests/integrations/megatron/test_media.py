@@ -12,8 +12,7 @@ from torch import nn
 import dualkv
 from dualkv.integrations.megatron import PackedGroups, disable, enable
 from tests.integrations.megatron import cpu, images
-from tests.integrations.megatron.ranks import AGAIN
-from tests.integrations.megatron.updates import EXPERTS, MULTIMODAL, build, layer_spec
+from tests.integrations.megatron.updates import AGAIN, EXPERTS, MULTIMODAL, build, layer_spec
 from tests.ranks import on_ranks
 
 bridged = pytest.mark.skipif(not images.bridge(), reason="Megatron-Bridge is not installed")

@@ -23,66 +23,48 @@ from tests.integrations.megatron.updates import COUNTED, EXPERTS, HYBRID, LATENT
 LAYOUT = dualkv.Layout.from_lengths([3], [[2, 1]])
 
 
+STAGES = {"pipeline_model_parallel_size": 2, "variable_seq_lengths": False}
+INTERLEAVED = STAGES | {"virtual_pipeline_model_parallel_size": 3, "batch_p2p_comm": True}
+UNKNOWN_BALANCE = {"moe_router_load_balancing_type": ["aux_loss", "quantile_balancing"], "moe_aux_loss_coeff": [0, 0]}
+
+
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("of_model", "settings", "says"),
     [
-        ({"attention_dropout": 0.1}, "attention_dropout is 0.1, expected 0: "),
-        ({"hybrid_context_parallel": True}, "hybrid_context_parallel is True, expected False: "),
+        ({}, {"attention_dropout": 0.1}, "attention_dropout is 0.1, expected 0: "),
+        ({}, {"hybrid_context_parallel": True}, "hybrid_context_parallel is True, expected False: "),
+        ({}, {"virtual_pipeline_model_parallel_size": 2}, "variable_seq_lengths is True and virtual_pipeline_model_pa"),
+        ({}, INTERLEAVED, "batch_p2p_comm is True and virtual_pipeline_model_parallel_size 3 on 2 stages, expected Fa"),
         (
-            {"virtual_pipeline_model_parallel_size": 2},
-            "variable_seq_lengths is True and virtual_pipeline_model_parallel_size 2, expected False: ",
-        ),
-        (
-            {
-                "pipeline_model_parallel_size": 2,
-                "virtual_pipeline_model_parallel_size": 3,
-                "variable_seq_lengths": False,
-                "batch_p2p_comm": True,
-            },
-            "batch_p2p_comm is True and virtual_pipeline_model_parallel_size 3 on 2 stages, expected False: ",
-        ),
-        (
+            {},
             {"mrope_section": [2, 3, 3]},
-            r"mrope_section is \[2, 3, 3\] and position_embedding_type 'rope', expected None ",
+            r"mrope_section is \[2, 3, 3\] and position_embedding_type 'rope', expected",
         ),
-        ({"cuda_graph_impl": "local"}, "cuda_graph_impl is 'local', expected 'none': "),
-        ({"moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor is 1.0, expected None: "),
-        ({"window_size": (4, -1)}, r"window_size is \(4, -1\), expected \(n, 0\) or \(-1, 0\): "),
-        ({"kv_channels": 12}, "kv_channels is 12, expected a multiple of 8 up to 512"),
-        (
-            {"pipeline_model_parallel_size": 2, "variable_seq_lengths": False},
-            "variable_seq_lengths is False and pipeline_model_parallel_size 2, expected True: ",
-        ),
+        ({}, {"cuda_graph_impl": "local"}, "cuda_graph_impl is 'local', expected 'none': "),
+        ({}, {"moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor is 1.0, expected None: "),
+        ({}, {"window_size": (4, -1)}, r"window_size is \(4, -1\), expected \(n, 0\) or \(-1, 0\): "),
+        ({}, {"kv_channels": 12}, "kv_channels is 12, expected a multiple of 8 up to 512"),
+        ({}, STAGES, "variable_seq_lengths is False and pipeline_model_parallel_size 2, expected True: "),
+        (LATENT, {"cache_mla_latents": True}, "cache_mla_latents is True, expected False: "),
+        (LATENT, {"apply_rope_fusion": True}, "apply_rope_fusion is True, expected False: "),
+        (LATENT, {"qk_pos_emb_head_dim": 6}, r"qk_head_dim \+ qk_pos_emb_head_dim is 22, expected a multiple of 8 up"),
+        (LATENT, {"v_head_dim": 520}, "v_head_dim is 520, expected a multiple of 8 up to 512"),
+        (EXPERTS, {"moe_router_load_balancing_type": "sinkhorn"}, "moe_router_load_balancing_type is 'sinkhorn', exp"),
+        (EXPERTS, UNKNOWN_BALANCE, r"moe_router_load_balancing_type is \['aux_loss', 'quantile_balancing'\], expected"),
+        (EXPERTS, {"moe_expert_rank_capacity_factor": 1.5}, "moe_expert_rank_capacity_factor is 1.5, expected None: "),
+        (EXPERTS, {"moe_token_dropping": True}, "moe_token_dropping is True, expected False: "),
+        ({}, {"experimental_attention_variant": "dsa"}, "experimental_attention_variant is 'dsa', expected None or 'g"),
     ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
-def test_configs(settings: dict[str, Any], says: str) -> None:
+def test_configs(of_model: dict[str, Any], settings: dict[str, Any], says: str) -> None:
     """Fields are set after the checks of megatron-core, which refuses some of them itself."""
     cpu.parallel()
-    model = build(layer_spec(), {})
+    model = build(enable(layer_spec(**of_model)), of_model)
     for name, value in settings.items():
         setattr(model.config, name, value)
     with pytest.raises(ValueError, match=f"^{says}") as caught:
         enable(model)
     assert len(str(caught.value).splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"cache_mla_latents": True}, "cache_mla_latents is True, expected False: "),
-        ({"apply_rope_fusion": True}, "apply_rope_fusion is True, expected False: "),
-        ({"qk_pos_emb_head_dim": 6}, "qk_head_dim [+] qk_pos_emb_head_dim is 22, expected a multiple of 8 up to 512"),
-        ({"v_head_dim": 520}, "v_head_dim is 520, expected a multiple of 8 up to 512"),
-    ],
-)
-def test_configs_of_latent_attention(settings: dict[str, Any], says: str) -> None:
-    cpu.parallel()
-    model = build(enable(layer_spec(**LATENT)), LATENT)
-    for name, value in settings.items():
-        setattr(model.config, name, value)
-    with pytest.raises(ValueError, match=f"^{says}"):
-        enable(model)
 
 
 def test_a_config_is_read_where_a_model_is_built_and_where_one_is_enabled() -> None:

@@ -13,16 +13,19 @@ import torch
 
 import dualkv
 from dualkv.integrations.megatron import PackedGroups, disable, enable
+from tests.documents import blocks
 from tests.integrations import states
 from tests.integrations.megatron import cpu
-from tests.integrations.megatron.ranks import AGAIN, COUNT, SCENARIOS
+from tests.integrations.megatron.ranks import COUNT, SCENARIOS
 from tests.integrations.megatron.updates import (
+    AGAIN,
     EXPERTS,
     HYBRID,
     LATENT,
     MULTIMODAL,
     RECURRENT,
     build,
+    config,
     difference,
     layer_spec,
     packed_against_replicated,
@@ -66,7 +69,7 @@ def check(found: Any, bound: float = 1e-5) -> None:
         {"no_rope_freq": [0, 1]},
         {"arguments": {"rotary_percent": 0.5}},
         {"arguments": {"rope_scaling": True}},
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        AGAIN,
         {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
         {"attention_output_gate": True},
         {"deterministic_mode": True},
@@ -138,6 +141,21 @@ def test_a_stock_model_does_not_take_packed_groups(lens: Any) -> None:
     ids = torch.zeros(1, layout.num_tokens, dtype=torch.int64)
     with pytest.raises((AssertionError, RuntimeError)):
         model(ids, layout.position_ids[None], None, packed_seq_params=PackedGroups(layout))
+
+
+def test_the_code_of_the_page_runs() -> None:
+    cpu.parallel()
+    torch.manual_seed(0)
+    lens = {9: (3, 5, 1), 4: (7,)}
+    space: dict[str, Any] = {
+        "config": config(),
+        "prompts": [torch.randint(0, 128, (n,)) for n in lens],
+        "responses": [[torch.randint(0, 128, (n,)) for n in group] for group in lens.values()],
+    }
+    for block in blocks("megatron.md", {"python"}):
+        exec(block, space)
+    assert [len(row) for row in space["found"]] == [3, 5, 1, 7]
+    assert all(p.grad is not None for p in space["model"].parameters())
 
 
 # ---------------------------------------------------------------- several ranks

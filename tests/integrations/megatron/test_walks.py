@@ -13,9 +13,8 @@ import dualkv
 import tests.ranks
 from dualkv.integrations.megatron import measure_rows, walk_passes
 from tests.integrations.megatron import cpu
-from tests.integrations.megatron.updates import COUNTED, EXPERTS, HYBRID, LATENT, RECURRENT, VOCAB
+from tests.integrations.megatron.updates import AGAIN, COUNTED, EXPERTS, HYBRID, LATENT, RECURRENT, VOCAB
 from tests.integrations.megatron.walks import (
-    AGAIN,
     BIAS,
     FOUR,
     NO_NORMS,

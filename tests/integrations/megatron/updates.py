@@ -85,6 +85,7 @@ HYBRID = {
 }
 MULTIMODAL = {"mrope_section": [2, 3, 3], "arguments": {"position_embedding_type": "mrope"}}
 LAYERS = {"linear_attention_freq": [0, 1], "pipeline_model_parallel_size": 1}  # of attention, and a gated delta net
+AGAIN = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 LATENT = {
     "multi_latent_attention": True,
     "num_query_groups": 4,

@@ -14,10 +14,9 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 import dualkv
 from dualkv.integrations.megatron import PackedGroups, enable, measure_rows, walk_passes
 from tests.integrations.megatron import cpu
-from tests.integrations.megatron.updates import EXPERTS, RECURRENT, VOCAB, build, config, hybrid, layer_spec
+from tests.integrations.megatron.updates import AGAIN, EXPERTS, RECURRENT, VOCAB, build, config, hybrid, layer_spec
 
 ROWS = 6  # of a part; the trees' first trunks have more
-AGAIN = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 BIAS = EXPERTS | {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 NO_NORMS = {"qk_layernorm": False, "init_method_std": 0.1}  # sequence parallelism runs none on a CPU
 

@@ -17,30 +17,25 @@ import os
 import runpy
 import sys
 from importlib import import_module
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 from unittest.mock import patch
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 import torch
 import torch.distributed as dist
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
+from tests.integrations.trainings import stand_in, without_cuda
 
 ABSENT = {
-    "flash_attn": (),
-    "flash_attn.bert_padding": ("index_first_axis", "pad_input", "rearrange", "unpad_input"),
-    "flash_attn.utils": (),
-    "flash_attn.utils.distributed": ("all_gather",),
-    "vllm": ("SamplingParams",),
-    "vllm.inputs": ("TokensPrompt",),
-    "vllm.utils": ("random_uuid",),
+    "flash_attn": "",
+    "flash_attn.bert_padding": "index_first_axis pad_input rearrange unpad_input",
+    "flash_attn.utils": "",
+    "flash_attn.utils.distributed": "all_gather",
+    "vllm": "SamplingParams",
+    "vllm.inputs": "TokensPrompt",
+    "vllm.utils": "random_uuid",
 }
-for _name, _found in ABSENT.items():
-    _module: Any = ModuleType(_name)
-    _module.__spec__, _module.__path__ = ModuleSpec(_name, None, is_package=True), []
-    vars(_module).update(dict.fromkeys(_found))
-    sys.modules[_name] = _module
 
 
 class Cpu(str):
@@ -52,9 +47,8 @@ class Cpu(str):
         return "0"
 
 
-setattr(torch.cuda, "current_device", lambda: Cpu("cpu"))  # noqa: B010
-for _name in ("set_device", "synchronize", "empty_cache"):
-    setattr(torch.cuda, _name, lambda *_: None)
+stand_in(ABSENT)
+without_cuda(Cpu("cpu"))
 
 import deepspeed.ops.adam  # noqa: E402
 import openrlhf.utils  # noqa: E402

@@ -25,6 +25,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from dualkv.integrations.openrlhf import PackedStrategy
+from tests.integrations import trainings
 from tests.integrations.tiny import VOCAB, make_model
 
 N = 4  # rollouts of a prompt
@@ -41,42 +42,27 @@ def save(folder: Path, architecture: str = "qwen3") -> str:
 
 
 def rollouts(seed: int, groups: int, untrained: int = -1) -> list[Any]:
-    """N rollouts of each prompt, of other lengths; those of every second prompt share a turn and a tool's answer, which
-    is not trained on. Nothing is trained on in the group `untrained`."""
-    chosen = torch.Generator().manual_seed(seed)
-
-    def text(length: int) -> torch.Tensor:
-        return torch.randint(4, VOCAB, (length,), generator=chosen)
-
+    """N rollouts of each prompt (:func:`trainings.rollouts`)."""
     made = []
-    for group in range(groups):
-        prompt, turn, tool = text(20 + 13 * group), text(9), text(11)
-        for i in range(N):
-            own = text(2 + 5 * i)
-            response = torch.cat([turn, tool, own]) if group % 2 else own
-            trained = torch.ones(len(response), dtype=torch.bool)
-            if group % 2:
-                trained[9:20] = False
-            trained &= group != untrained
-            tokens = torch.cat([prompt, response])
-            action_mask = torch.cat([torch.zeros(len(prompt) - 1, dtype=torch.bool), trained])
-            made.append(
-                Experience(
-                    sequences=tokens[None],
-                    attention_mask=torch.ones(1, len(tokens), dtype=torch.long),
-                    action_mask=action_mask[None],
-                    rollout_log_probs=torch.randn(1, len(tokens) - 1, generator=chosen) / 10 - 4,
-                    prompts=[f"{seed}, {group}"],
-                    labels=[""],
-                    images=[None],
-                    mm_train_inputs=[None],
-                    rewards=torch.rand(1, generator=chosen),
-                    response_length=torch.tensor([len(response)]),
-                    truncated=torch.tensor([False]),
-                    total_length=torch.tensor([float(len(tokens))]),
-                    info={"reward": torch.zeros(1)},
-                )
+    for one in trainings.rollouts(seed, groups, N, untrained):
+        tokens, before = torch.tensor([one.prompt + one.response]), len(one.prompt) - 1
+        made.append(
+            Experience(
+                sequences=tokens,
+                attention_mask=torch.ones_like(tokens),
+                action_mask=torch.tensor([[False] * before + one.trained]),
+                rollout_log_probs=torch.tensor([[0.0] * before + one.log_probs]),
+                prompts=[f"{seed}, {one.group}"],
+                labels=[""],
+                images=[None],
+                mm_train_inputs=[None],
+                rewards=torch.tensor([one.reward]),
+                response_length=torch.tensor([len(one.response)]),
+                truncated=torch.tensor([False]),
+                total_length=torch.tensor([float(tokens.numel())]),
+                info={"reward": torch.zeros(1)},
             )
+        )
     return made
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ from openrlhf.utils.deepspeed import DeepspeedStrategy
 
 from dualkv.integrations.openrlhf import PackedStrategy, install
 from dualkv.integrations.openrlhf.batches import balance_experiences, packed_tokens, split_rollout_samples
+from tests.documents import blocks
 from tests.integrations.openrlhf import cpu
 from tests.integrations.openrlhf.runs import N, flags, rollouts
 
@@ -97,3 +100,12 @@ def test_arguments_are_refused_by_the_command_line(more: list[str], name: str, m
     monkeypatch.setattr(sys, "argv", ["train", *flags("none", *more)])
     with pytest.raises(ValueError, match=name):
         runpy.run_module("dualkv.integrations.openrlhf", run_name="__main__")
+
+
+def test_the_flags_of_the_page(folder: Path) -> None:
+    (block,) = blocks("openrlhf.md", {"text"})
+    words = re.sub(r"#.*", "", block).split()
+    assert words[:3] == ["python", "-m", "dualkv.integrations.openrlhf"]
+    args = cpu.arguments(*flags(str(folder / "model"), *words[3:]))
+    assert args.train.dynamic_batch_enable
+    assert args.train.max_tokens_per_gpu == args.rollout.max_tokens_per_gpu == 16384

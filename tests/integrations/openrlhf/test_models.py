@@ -11,14 +11,12 @@ import torch
 from openrlhf.models import Actor, get_llm_for_sequence_regression
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    BitsAndBytesConfig,
-)
+from transformers import AutoModelForCausalLM
 
 from dualkv.integrations.openrlhf import pack_model
 from tests.integrations.openrlhf.runs import rollouts
 from tests.integrations.tiny import make_vision_language
+from tests.integrations.trainings import NF4
 
 LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 
@@ -127,16 +125,10 @@ def test_qlora(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """nf4 as OpenRLHF loads it, but with products in fp32."""
     # On CPUs that multiply bf16, bitsandbytes packs weights for inference, and takes multiples of 32 rows alone.
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
-    nf4 = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.float32,
-    )
     made = []
     for _ in range(2):
         torch.manual_seed(1)
-        model = AutoModelForCausalLM.from_pretrained(folder / "model", quantization_config=nf4, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(folder / "model", quantization_config=NF4, dtype=torch.float32)
         policy = Actor(get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)))
         policy.packing_samples = False
         made.append(policy)

@@ -12,24 +12,17 @@ Import this module before SkyRL.
 from __future__ import annotations
 
 import os
-import sys
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 import torch
 import torch.distributed as dist
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
-for _name, _found in {"flash_attn": (), "flash_attn.bert_padding": ("pad_input", "unpad_input")}.items():
-    _module: Any = ModuleType(_name)
-    _module.__spec__, _module.__path__ = ModuleSpec(_name, None, is_package=True), []
-    vars(_module).update(dict.fromkeys(_found))
-    sys.modules[_name] = _module
+from tests.integrations.trainings import stand_in, without_cuda
 
-setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))  # noqa: B010
-for _name in ("set_device", "synchronize", "empty_cache"):
-    setattr(torch.cuda, _name, lambda *_: None)
+stand_in({"flash_attn": "", "flash_attn.bert_padding": "pad_input unpad_input"})
+without_cuda(torch.device("cpu"))
 
 import ray  # noqa: E402
 from loguru import logger  # noqa: E402

@@ -15,11 +15,13 @@ from skyrl.backends.skyrl_train.utils.ppo_utils import repopulate_all_registries
 from skyrl.backends.skyrl_train.workers.fsdp import fsdp_worker
 from skyrl.backends.skyrl_train.workers.worker_dispatch import WorkerDispatch
 from skyrl.train.config import SkyRLTrainConfig
+from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
 from skyrl.train.generators.base import TrajectoryID
 from skyrl.train.trainer import RayPPOTrainer
 
 from dualkv.integrations.skyrl import workers
-from tests.integrations.tiny import VOCAB, make_model
+from tests.integrations import trainings
+from tests.integrations.tiny import make_model
 
 N = 4  # rollouts of a prompt
 STOCK = (fsdp_worker.FSDPPolicyWorkerBase, fsdp_worker.FSDPCriticWorkerBase, fsdp_worker.FSDPRefWorkerBase)
@@ -34,47 +36,34 @@ def save(folder: Path, **settings: Any) -> str:
 
 
 def rollouts(seed: int, groups: int, steps: bool = False, untrained: int = -1) -> tuple[dict[str, Any], list[str]]:
-    """N rollouts of each prompt, of other lengths, and the names of their prompts.
+    """N rollouts of each prompt (:func:`trainings.rollouts`), and the names of their prompts. With `steps` they are
+    step-wise trajectories: each turn is a sequence whose prompt is all that came before."""
+    found: list[dict[str, Any]] = []
+    for one in trainings.rollouts(seed, groups, N, untrained):
+        whole, trajectory = one.prompt + one.response, TrajectoryID(f"{seed}, {one.group}", one.number)
+        parts = [(len(one.prompt), len(whole))]
+        if steps and one.turn:
+            parts = [(len(one.prompt), len(one.prompt + one.turn)), (len(whole) - len(one.own), len(whole))]
+        for begin, end in parts:
+            own = slice(begin - len(one.prompt), end - len(one.prompt))
+            found.append({
+                "prompt_token_ids": whole[:begin], "response_ids": whole[begin:end], "rewards": one.reward,
+                "loss_masks": [int(counts) for counts in one.trained[own]], "rollout_logprobs": one.log_probs[own],
+                "trajectory_ids": trajectory, "is_last_step": end == len(whole),
+            })  # fmt: skip
+    uids = [row["trajectory_ids"].instance_id for row in found]
+    names = [name for name in found[0] if steps or name not in ("trajectory_ids", "is_last_step")]
+    return {name: [row[name] for row in found] for name in names}, uids
 
-    Those of every second prompt share a turn and a tool's answer, which is not trained on. With `steps` they are
-    step-wise trajectories: each turn is a sequence whose prompt is all that came before. Nothing is trained on in the
-    group `untrained`.
-    """
-    chosen = torch.Generator().manual_seed(seed)
 
-    def text(length: int) -> list[int]:
-        return torch.randint(4, VOCAB, (length,), generator=chosen).tolist()
-
-    made: dict[str, list[Any]] = {
-        name: []
-        for name in (
-            "prompt_token_ids", "response_ids", "rewards", "loss_masks", "rollout_logprobs", "trajectory_ids",
-            "is_last_step",
-        )
-    }  # fmt: skip
-    uids = []
-    for group in range(groups):
-        prompt, turn, tool = text(20 + 13 * group), text(9), text(11)
-        for i in range(N):
-            own, reward = text(2 + 5 * i), float(torch.rand(1, generator=chosen))
-            if group % 2 and steps:
-                parts = [(prompt, turn, [1] * 9), (prompt + turn + tool, own, [1] * len(own))]
-            elif group % 2:
-                parts = [(prompt, turn + tool + own, [1] * 9 + [0] * 11 + [1] * len(own))]
-            else:
-                parts = [(prompt, own, [1] * len(own))]
-            for at, (before, response, mask) in enumerate(parts):
-                drawn = torch.randn(len(response), generator=chosen) / 10 - 4
-                values = (
-                    before, response, reward, [m * (group != untrained) for m in mask], drawn.tolist(),
-                    TrajectoryID(f"{seed}, {group}", i), at == len(parts) - 1,
-                )  # fmt: skip
-                for name, value in zip(made, values, strict=True):
-                    made[name].append(value)
-                uids.append(f"{seed}, {group}")
-    if not steps:
-        made = {name: value for name, value in made.items() if name not in ("trajectory_ids", "is_last_step")}
-    return made, uids
+def tensors(groups: int, steps: bool = False) -> tuple[torch.Tensor, torch.Tensor, int, torch.Tensor]:
+    """Make SkyRL's tensors of rollouts: sequences and attention_mask [B, L], the number W of columns of actions, and
+    loss_mask [B, W]."""
+    made, _ = rollouts(0, groups, steps)
+    responses, masks = made["response_ids"], made["loss_masks"]
+    rewards = [[0.0] * len(response) for response in responses]
+    found = convert_prompts_responses_to_batch_tensors(0, made["prompt_token_ids"], responses, rewards, masks)
+    return found[0], found[1], found[2].shape[1], found[4]
 
 
 def configuration(path: str, *more: str) -> Any:

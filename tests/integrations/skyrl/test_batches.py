@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from functools import reduce
 from types import SimpleNamespace
@@ -13,22 +14,19 @@ import torch
 from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
 from skyrl.backends.skyrl_train.workers.fsdp import fsdp_worker
 from skyrl.backends.skyrl_train.workers.worker_utils import SampleBasedBatchIterator, TokenBasedBatchIterator
-from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
 from skyrl.train.entrypoints import main_base
 
 from dualkv.integrations import actions, patching
 from dualkv.integrations.skyrl import entrypoint, install, workers
 from dualkv.integrations.skyrl.batches import WEIGHTS, PackedBatchIterator
-from tests.integrations.skyrl.runs import configuration, rollouts
+from tests.documents import blocks
+from tests.integrations.skyrl.runs import configuration, rollouts, tensors
 
 
 def data(groups: int = 4, steps: bool = False) -> Any:
-    made, _ = rollouts(0, groups, steps)
-    responses, masks = made["response_ids"], made["loss_masks"]
-    rewards = [[0.0] * len(response) for response in responses]
-    found = convert_prompts_responses_to_batch_tensors(0, made["prompt_token_ids"], responses, rewards, masks)
-    batch = TrainingInputBatch({"sequences": found[0], "attention_mask": found[1], "loss_mask": found[4]})
-    batch.metadata = {"response_length": found[2].shape[1]}
+    sequences, attention_mask, width, loss_mask = tensors(groups, steps)
+    batch = TrainingInputBatch({"sequences": sequences, "attention_mask": attention_mask, "loss_mask": loss_mask})
+    batch.metadata = {"response_length": width}
     return batch
 
 
@@ -140,22 +138,28 @@ def test_the_command_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cfg.trainer.max_tokens_per_microbatch == 99
 
 
+BUDGET = "trainer.max_tokens_per_microbatch"
+
+
 @pytest.mark.parametrize(
-    ("word", "says"),
+    ("word", "error", "says"),
     [
-        ("trainer.policy.sequence_parallel_size=2", "sequence_parallel_size is 2, expected 1"),
-        ("trainer.override_entrypoint=mine", r"trainer.override_entrypoint=mine .* dualkv.integrations.skyrl.install"),
+        ("trainer.policy.sequence_parallel_size=2", ValueError, "sequence_parallel_size is 2, expected 1"),
+        ("trainer.override_entrypoint=mine", ValueError, "=mine .* dualkv.integrations.skyrl.install"),
+        (f"{BUDGET}=abc", TypeError, f"^{BUDGET} is 'abc', expected a number of packed tokens$"),
+        (f"{BUDGET}=1e4", TypeError, rf"^{BUDGET} is 10000\.0, expected a number of packed tokens$"),
+        (f"{BUDGET}=true", TypeError, f"^{BUDGET} is True, expected a number of packed tokens$"),
     ],
 )
-def test_the_command_refuses(word: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_the_command_refuses(word: str, error: Any, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(error, match=says):
         run(monkeypatch, *WORDS, word)
 
 
-@pytest.mark.parametrize(
-    ("value", "found"), [("abc", "'abc'"), ("1e4", r"10000\.0"), ("true", "True"), ("null", "None")]
-)
-def test_the_command_refuses_a_budget_of_another_type(value: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    says = f"^trainer.max_tokens_per_microbatch is {found}, expected a number of packed tokens$"
-    with pytest.raises(TypeError, match=says):
-        run(monkeypatch, *WORDS, f"trainer.max_tokens_per_microbatch={value}")
+def test_the_settings_of_the_page() -> None:
+    (block,) = blocks("skyrl.md", {"text"})
+    words = re.sub(r"#.*", "", block).split()
+    assert words[:3] == ["python", "-m", "dualkv.integrations.skyrl"]
+    cfg = configuration("none", *words[3:])
+    assert cfg.trainer.max_tokens_per_microbatch == 16384
+    workers.refuse(cfg.trainer)

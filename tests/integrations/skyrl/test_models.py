@@ -9,12 +9,11 @@ import pytest
 import torch
 from skyrl.backends.skyrl_train.patches.gptoss.patch_transformers import patch_GptOssAttention
 from skyrl.backends.skyrl_train.workers.model_wrapper import HFModelWrapper
-from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
 from torch import nn
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 
 from dualkv.integrations.skyrl import PackedModel
-from tests.integrations.skyrl.runs import rollouts, save
+from tests.integrations.skyrl.runs import save, tensors
 from tests.integrations.tiny import make_featured, make_model, make_vision_language
 
 LORA = {"lora_rank": 4, "target_modules": "all-linear", "lora_init_method": "gaussian"}
@@ -22,11 +21,8 @@ LORA = {"lora_rank": 4, "target_modules": "all-linear", "lora_init_method": "gau
 
 def batch(steps: bool = False) -> tuple[torch.Tensor, int, torch.Tensor]:
     """sequences, num_actions and attention_mask of ragged rollouts."""
-    made, _ = rollouts(0, 2, steps)
-    responses, masks = made["response_ids"], made["loss_masks"]
-    rewards = [[0.0] * len(response) for response in responses]
-    found = convert_prompts_responses_to_batch_tensors(0, made["prompt_token_ids"], responses, rewards, masks)
-    return found[0], found[2].shape[1], found[1]
+    sequences, attention, width, _ = tensors(2, steps)
+    return sequences, width, attention
 
 
 def pair(path: Path, **settings: Any) -> tuple[Any, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,9 +13,10 @@ from swift.rewards import ORM, orms
 from swift.rlhf_trainers.grpo_trainer import GRPOTrainer as Stock
 from swift.trainers import TrainerFactory
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, TrainerCallback
+from transformers import PreTrainedTokenizerFast
 
 from tests.integrations.tiny import make_model
+from tests.integrations.trainings import Gradients, Run
 
 PROMPTS = ["Write about tea, and then about rain.", "Rain?", "Name the colour of the sky at noon in May."]
 GROUP = 4
@@ -104,35 +104,6 @@ class Rollouts:
         return samples
 
 
-@dataclass
-class Run:
-    """The values that a training made on the way.
-
-    Attributes:
-        logps, entropies: [tokens] of the trained tokens of each call, in the order of the calls.
-        losses: of each micro-batch.
-        gradients: before each update, by name.
-        logs: of each update.
-        weights: after the run, by name.
-    """
-
-    logps: list[torch.Tensor] = field(default_factory=list)
-    entropies: list[torch.Tensor] = field(default_factory=list)
-    losses: list[torch.Tensor] = field(default_factory=list)
-    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    logs: list[dict[str, float]] = field(default_factory=list)
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-class _Gradients(TrainerCallback):
-    def __init__(self, run: Run) -> None:
-        self.run = run
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        self.run.gradients.append(grads)
-
-
 def arguments(folder: Path, **settings: Any) -> list[str]:
     """The words behind `swift rlhf`."""
     paths = {"model": folder, "dataset": folder / "prompts.jsonl", "output_dir": folder / "out"}
@@ -151,7 +122,7 @@ def train(cls: type[Stock], folder: Path, free: bool = False, **settings: Any) -
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             kwargs["template"].padding_free = free
             super().__init__(*args, **kwargs)
-            self.add_callback(_Gradients(run))
+            self.add_callback(Gradients(run))
 
         def _get_per_token_logps_and_entropies(
             self, model: Any, inputs: Any, batch: Any, *args: Any, **kwargs: Any
@@ -169,8 +140,7 @@ def train(cls: type[Stock], folder: Path, free: bool = False, **settings: Any) -
 
         def train(self, *args: Any, **kwargs: Any) -> Any:
             result = super().train(*args, **kwargs)
-            run.logs = self.state.log_history
-            run.weights = {n: p.detach().clone() for n, p in self.model.named_parameters()}
+            run.end(self)
             return result
 
     with mock.patch.object(TrainerFactory, "get_trainer_cls", return_value=Recorded):

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from dualkv.integrations.swift import GRPOTrainer
-from tests.integrations.swift.runs import Run, Stock, train
+from tests.integrations.swift.runs import Stock, train
+from tests.integrations.trainings import Run
 
 LORA = {"tuner_type": "lora", "target_modules": "all-linear", "init_weights": "gaussian"}
 CASES: dict[str, dict[str, Any]] = {

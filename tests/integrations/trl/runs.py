@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,18 @@ from datasets import Dataset
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
-    BitsAndBytesConfig,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
-    TrainerCallback,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from trl.experimental import gmpo
 
 from dualkv.integrations.trl import GRPOTrainer, PackedGroups, RLOOTrainer
+from tests.integrations import trainings
 from tests.integrations.tiny import SIZES, VOCAB, make_model
+from tests.integrations.trainings import Gradients, Run
 from tests.integrations.transformers.test_media import ROPE, WINDOWS
 
 # Ragged prompts, one of a single token; each batch of a run takes three of them.
@@ -47,16 +46,7 @@ SETTINGS = {
     "seed": 3,
 }
 
-# For QLoRA, with products in fp32.
-NF4 = {
-    "dtype": torch.float32,
-    "quantization_config": BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.float32,
-    ),
-}
+NF4 = {"dtype": torch.float32, "quantization_config": trainings.NF4}  # for QLoRA
 
 
 def in_fp32(trainer: Any) -> Any:
@@ -204,35 +194,6 @@ def turns(of_prompt: int, number: int) -> list[int]:
     return [first + second, first, [], first + second][number % 4]
 
 
-@dataclass
-class Run:
-    """Attributes:
-    logps, entropies: [B, R] of each call, in the order of the calls; of response tokens, 0 elsewhere.
-    losses: of each micro-batch.
-    gradients: before each optimizer step, by name.
-    logs: what was logged at each step.
-    completions: token ids of each micro-batch, padded.
-    weights: after the run.
-    """
-
-    logps: list[torch.Tensor] = field(default_factory=list)
-    entropies: list[torch.Tensor] = field(default_factory=list)
-    losses: list[torch.Tensor] = field(default_factory=list)
-    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    completions: list[torch.Tensor] = field(default_factory=list)
-    logs: list[dict[str, float]] = field(default_factory=list)
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-class Gradients(TrainerCallback):
-    def __init__(self, run: Run) -> None:
-        self.run = run
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        self.run.gradients.append(grads)
-
-
 def make_trainer(
     cls: type[trl.GRPOTrainer],
     folder: Path,
@@ -289,6 +250,5 @@ def train(cls: type[trl.GRPOTrainer], folder: Path, evaluate: bool = False, **se
     trainer.train()
     if evaluate:
         trainer.evaluate()
-    run.logs = trainer.state.log_history
-    run.weights = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+    run.end(trainer)
     return run

@@ -15,13 +15,18 @@ import trl
 from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig, TaskType
 from trl.experimental import online_dpo as padded_online_dpo
+from trl.trainer.utils import add_fused_lm_head
 
-from dualkv.integrations.transformers import layers, recompute_layers
+from dualkv.integrations import patching
+from dualkv.integrations.transformers import enable, layers, recompute_layers
 from dualkv.integrations.trl import DPOTrainer, RewardTrainer
+from dualkv.integrations.trl.answers import pack_head, pack_score
 from dualkv.integrations.trl.online_dpo import OnlineDPOTrainer
+from tests.integrations import states
 from tests.integrations.tiny import SIZES, VOCAB, assert_close, make_model
+from tests.integrations.trainings import Gradients, Run
 from tests.integrations.transformers.test_fast import kept
-from tests.integrations.trl.runs import NF4, PROMPTS, SETTINGS, Gradients, Run, in_fp32, reward, tokenizer
+from tests.integrations.trl.runs import NF4, PROMPTS, SETTINGS, in_fp32, reward, tokenizer
 from tests.integrations.trl.test_trainer import OF_THE_CLOCK
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # TRL's own calls
@@ -43,8 +48,8 @@ def trained(trainer: Any) -> tuple[list[dict[str, float]], dict[str, torch.Tenso
     run = Run()
     trainer.add_callback(Gradients(run))
     trainer.train()
-    weights = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
-    return trainer.state.log_history, run.gradients[-1], weights
+    run.end(trainer)
+    return run.logs, run.gradients[-1], run.weights
 
 
 def assert_same(make: Callable[[type], Any], ours: type, theirs: type, but: tuple[str, ...] = ()) -> dict[str, float]:
@@ -281,3 +286,24 @@ def test_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: str, keep: st
     assert_same(make, ours, theirs, but=WITH_PADDING)
     assert len(kinds) > 0
     assert all(found == ["attention", keep or "attention"] for found in kinds)
+
+
+# ---------------------------------------------------------------- what is undone
+def with_head() -> Any:
+    model = make_model()
+    add_fused_lm_head(model)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "pack"),
+    [(with_head, lambda model: pack_head(enable(model), None)), (scorer, lambda model: pack_score(model, None))],
+    ids=["head", "score"],
+)
+def test_trainers_leave_nothing(make: Any, pack: Any) -> None:
+    model = make()
+    before = states.of_model(model)
+    pack(model)
+    assert ".forward" in states.differences(before, states.of_model(model))
+    patching.undo(model)
+    assert states.differences(before, states.of_model(model)) == []

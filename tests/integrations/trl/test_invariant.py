@@ -19,7 +19,7 @@ from peft import LoraConfig, TaskType
 from dualkv import Layout, PackedSequences, pack_sequences
 from dualkv.integrations.metrics import RATIO, furthest_ratio, log_ratios
 from dualkv.integrations.transformers import enable
-from dualkv.integrations.trl import GRPOTrainer, RLOOTrainer, groups
+from dualkv.integrations.trl import GRPOTrainer, RLOOTrainer, common
 from dualkv.integrations.trl.common import fix_head, joined, pack_fixed, tokens_of_rows
 from tests.integrations.tiny import VOCAB, make_model
 from tests.integrations.trl.runs import PackedScreens, having, make_trainer, train
@@ -160,7 +160,7 @@ def test_log_probs_have_the_same_bits_in_all_micro_batches(folder: Path, monkeyp
             layouts.append(batch.layout)
             return batch
 
-        monkeypatch.setattr(groups, "pack_fixed", kept)
+        monkeypatch.setattr(common, "pack_fixed", kept)
         of_sizes(size)
         return {path for layout in layouts for path in paths_of(layout) if sum(path) > 16}
 

@@ -20,6 +20,7 @@ from dualkv.integrations.transformers import enable, fused, recompute_layers
 from dualkv.integrations.trl import GRPOTrainer, RLOOTrainer, common
 from dualkv.integrations.trl.groups import _seen
 from tests.integrations.tiny import VOCAB, assert_close, make_featured, make_model
+from tests.integrations.trainings import Run
 from tests.integrations.transformers.test_fast import kept
 from tests.integrations.transformers.test_recurrent import make as make_recurrent
 from tests.integrations.trl.runs import (
@@ -31,7 +32,6 @@ from tests.integrations.trl.runs import (
     PaddedGMPO,
     PaddedRLOO,
     PaddedScreens,
-    Run,
     TheirScreens,
     Turns,
     having,
@@ -46,35 +46,39 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:Futur
 
 LORA = LoraConfig(task_type=TaskType.CAUSAL_LM, r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 OF_THE_CLOCK = {"step_time", "train_runtime", "eval_runtime"}
+TWICE = {"num_iterations": 2, "max_steps": 4}
+SEQUENCES = TWICE | {"beta": 0.04, "importance_sampling_level": "sequence"}
+ENTROPIES = {"top_entropy_quantile": 0.5, "entropy_coef": 0.01}
+MASKED = ENTROPIES | {"mask_truncated_completions": True}
+ONE_BY_ONE = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
+EXPERTS = {"model": "qwen3_moe", "router_aux_loss_coef": 0.5}
+IMAGES = {"model": "images", "steps_per_generation": 4, "learning_rate": 0.01}
 RUNS: dict[str, dict[str, Any]] = {
     "dapo": {"evaluate": True},
-    "grpo, reference model, two iterations, sequences": {
-        "loss_type": "grpo",
-        "beta": 0.04,
-        "num_iterations": 2,
-        "epsilon_high": 0.28,
-        "importance_sampling_level": "sequence",
-        "max_steps": 4,
-    },
-    "bnpo, entropy, truncated responses masked, temperature": {
-        "loss_type": "bnpo",
-        "top_entropy_quantile": 0.5,
-        "entropy_coef": 0.01,
-        "mask_truncated_completions": True,
-        "temperature": 0.7,
-    },
+    "grpo, reference model, two iterations, sequences": SEQUENCES | {"loss_type": "grpo", "epsilon_high": 0.28},
+    "bnpo, entropy, truncated responses masked, temperature": MASKED | {"loss_type": "bnpo", "temperature": 0.7},
     "dr_grpo, several steps a generation": {"loss_type": "dr_grpo", "steps_per_generation": 4},
-    "cispo, one rollout a micro-batch": {
-        "loss_type": "cispo",
-        "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": 8,
-    },
+    "cispo, one rollout a micro-batch": {"loss_type": "cispo", **ONE_BY_ONE},
     "luspo, sequences": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
-    "mixture of experts": {"model": "qwen3_moe", "router_aux_loss_coef": 0.5},
+    "mixture of experts": EXPERTS,
     "adapters": {"peft": LORA, "beta": 0.04},
     "QLoRA": {"peft": LORA, "beta": 0.04, "model_init_kwargs": NF4},
-    "images": {"model": "images", "beta": 0.04, "steps_per_generation": 4, "learning_rate": 0.01},
+    "images": IMAGES | {"beta": 0.04},
     "padded to multiples, no checkpointing": {"pad_to_multiple_of": 16, "gradient_checkpointing": False},
+    "RLOO, reference model, two iterations": {"of": "rloo", "beta": 0.1, "learning_rate": 0.01, **TWICE},
+    "RLOO, mixture of experts": {"of": "rloo", "evaluate": True, **EXPERTS},
+    "RLOO, images": {"of": "rloo", **IMAGES},
+    "images of tools": {"of": "screens", **IMAGES},
+    "GMPO, reference model, two iterations": {"of": "gmpo", "beta": 0.04, **TWICE},
+    "GMPO, entropies": {"of": "gmpo", "top_entropy_quantile": 0.5, "evaluate": True},
+}
+OF_TURNS: dict[str, dict[str, Any]] = {
+    "dapo": {"evaluate": True},
+    "reference model, two iterations, sequences": SEQUENCES,
+    "entropies, truncated responses masked": MASKED,
+    # Larger steps enlarge the rounding of the first update.
+    "RLOO, mixture of experts": {"of": "rloo", "learning_rate": 0.01, **EXPERTS},
+    "GMPO, adapters": {"of": "gmpo", "peft": LORA},
 }
 
 
@@ -86,20 +90,6 @@ TRAINERS = {
     "screens": (PackedScreens, PaddedScreens, TheirScreens),
 }
 CONFIGS = {"grpo": trl.GRPOConfig, "rloo": trl.RLOOConfig, "gmpo": gmpo.GMPOConfig, "screens": trl.GRPOConfig}
-RUNS |= {
-    "RLOO, reference model, two iterations": {
-        "of": "rloo",
-        "num_iterations": 2,
-        "beta": 0.1,
-        "max_steps": 4,
-        "learning_rate": 0.01,
-    },
-    "RLOO, mixture of experts": {"of": "rloo", "model": "qwen3_moe", "router_aux_loss_coef": 0.5, "evaluate": True},
-    "RLOO, images": {"of": "rloo", "model": "images", "steps_per_generation": 4, "learning_rate": 0.01},
-    "images of tools": {"of": "screens", "model": "images", "steps_per_generation": 4, "learning_rate": 0.01},
-    "GMPO, reference model, two iterations": {"of": "gmpo", "num_iterations": 2, "beta": 0.04, "max_steps": 4},
-    "GMPO, entropies": {"of": "gmpo", "top_entropy_quantile": 0.5, "evaluate": True},
-}
 
 
 def largest(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> float:
@@ -172,10 +162,10 @@ def test_a_training_is_the_padded_one(folder: Path, name: str) -> None:
         ("grpo", {}),
         # above the rounding of gradients near zero
         ("grpo", {"optim": "adamw_torch", "learning_rate": 1e-3, "adam_epsilon": 1e-4}),
-        ("grpo", {"num_iterations": 2, "max_steps": 4, "learning_rate": 0.1, "beta": 0.04}),
+        ("grpo", {"learning_rate": 0.1, "beta": 0.04, **TWICE}),
         ("grpo", {"loss_type": "cispo", "evaluate": True}),
         ("grpo", {"model": "qwen3_moe", "router_aux_loss_coef": 0.0}),
-        ("rloo", {"num_iterations": 2, "max_steps": 4, "learning_rate": 0.01}),
+        ("rloo", {"learning_rate": 0.01, **TWICE}),
         ("gmpo", {"beta": 0.04}),
         ("screens", {"model": "images", "learning_rate": 0.01}),  # images of prompts and of tools' answers
     ],
@@ -187,29 +177,6 @@ def test_updates_of_whole_generation_batches_are_those_of_trl(folder: Path, of: 
     assert_equal_updates(packed, stock)
     assert_equal_metrics(packed, stock)  # entropies, KL terms and clip ratios of TRL's micro-batches, not of groups
     assert len({log["entropy"] for log in stock.logs if "entropy" in log}) > 1
-
-
-OF_TURNS: dict[str, dict[str, Any]] = {
-    "dapo": {"evaluate": True},
-    "reference model, two iterations, sequences": {
-        "beta": 0.04,
-        "num_iterations": 2,
-        "importance_sampling_level": "sequence",
-        "max_steps": 4,
-    },
-    "entropies, truncated responses masked": {
-        "top_entropy_quantile": 0.5,
-        "entropy_coef": 0.01,
-        "mask_truncated_completions": True,
-    },
-    "RLOO, mixture of experts": {
-        "of": "rloo",
-        "model": "qwen3_moe",
-        "router_aux_loss_coef": 0.5,
-        "learning_rate": 0.01,  # larger steps enlarge the rounding of the first update
-    },
-    "GMPO, adapters": {"of": "gmpo", "peft": LORA},
-}
 
 
 def of_turns(cls: type) -> type:
@@ -372,6 +339,24 @@ def rows_of(ids: torch.Tensor, mask: torch.Tensor) -> int:
     return len(rows - ends)
 
 
+def assert_equal_values(
+    trainer: GRPOTrainer, ids: torch.Tensor, mask: torch.Tensor, room: int, batch_size: int | None = None
+) -> None:
+    """Compare log-probs, entropies and gradients of a weighted sum of them with those of TRL's code."""
+    weights = torch.randn(len(ids), room, generator=torch.Generator().manual_seed(0))
+    found = []
+    for f in both(trainer):
+        logps, entropies, _ = f(trainer.model, ids, mask, room, batch_size=batch_size, compute_entropy=True)
+        trainer.model.zero_grad()
+        (weights * (logps + 0.3 * entropies) * mask[:, -room:]).sum().backward()
+        grads = [p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]
+        found.append((logps, entropies, torch.cat(grads)))
+    (*values, gradients), (*stock, expected) = found
+    assert largest(values, stock) < 1e-5
+    assert expected.norm() > 1e-2
+    assert_close("gradients", gradients, expected, 1e-4)
+
+
 # Windows that end within the path, sinks, and recurrent layers, also with experts.
 FEATURES = {
     "qwen3": lambda: make_model("qwen3"),
@@ -387,18 +372,7 @@ FEATURES = {
 def test_log_probs_and_gradients_of_shared_turns(folder: Path, model: str, batch_size: int | None) -> None:
     trainer = make_trainer(GRPOTrainer, folder, model=model, made=FEATURES[model](), gradient_checkpointing=False)
     ids, mask, room = batch_of_turns()
-    weights = torch.randn(len(ids), room, generator=torch.Generator().manual_seed(0))
-    found = []
-    for f in both(trainer):
-        logps, entropies, _ = f(trainer.model, ids, mask, room, batch_size=batch_size, compute_entropy=True)
-        trainer.model.zero_grad()
-        (weights * (logps + 0.3 * entropies) * mask[:, -room:]).sum().backward()
-        grads = [p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]
-        found.append((logps, entropies, torch.cat(grads)))
-    (logps, entropies, gradients), (*stock, expected) = found
-    assert largest([logps, entropies], stock) < 1e-5
-    assert expected.norm() > 1e-2
-    assert_close("gradients", gradients, expected, 1e-4)
+    assert_equal_values(trainer, ids, mask, room, batch_size)
     rows = trainer._metrics["eval"]["dualkv/tokens_packed"]
     size = batch_size or len(ids)
     assert rows == [rows_of(i, m) for i, m in zip(ids.split(size), mask.split(size), strict=True)]

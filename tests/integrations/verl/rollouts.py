@@ -59,6 +59,13 @@ VISION = {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2
 OF_IMAGES = {"image_token_id": IMAGE, "video_token_id": 96, "vision_start_token_id": START, "vision_end_token_id": END}
 # The images of prompts, by the prompt's length: (height, width) in patches.
 IMAGES = {23: [(4, 6)], 30: [(4, 4), (2, 6)], 14: [(6, 4)], 300: [(10, 12), (4, 4)], 33: [(4, 4)], 49: [(4, 8)]}
+
+
+def _qwen3_vl(vocabulary: int) -> Qwen3VLConfig:
+    text = SIZES | {"vocab_size": vocabulary, "rope_parameters": ROPE}
+    return Qwen3VLConfig(text_config=text, vision_config=VISION, **OF_IMAGES)
+
+
 MODELS = {
     "dense": (Qwen3ForCausalLM, Qwen3Config(**SIZES)),
     "of_sixteens": (Qwen3ForCausalLM, Qwen3Config(**SIZES | {"vocab_size": 112})),
@@ -69,18 +76,8 @@ MODELS = {
         Qwen3MoeForCausalLM,
         Qwen3MoeConfig(**SIZES | {"num_attention_heads": 2, "num_key_value_heads": 1}, **EXPERTS),
     ),
-    "images": (
-        Qwen3VLForConditionalGeneration,
-        Qwen3VLConfig(
-            text_config=SIZES | {"vocab_size": VOCAB, "rope_parameters": ROPE}, vision_config=VISION, **OF_IMAGES
-        ),
-    ),
-    "images_of_sixteens": (
-        Qwen3VLForConditionalGeneration,
-        Qwen3VLConfig(
-            text_config=SIZES | {"vocab_size": 112, "rope_parameters": ROPE}, vision_config=VISION, **OF_IMAGES
-        ),
-    ),
+    "images": (Qwen3VLForConditionalGeneration, _qwen3_vl(VOCAB)),
+    "images_of_sixteens": (Qwen3VLForConditionalGeneration, _qwen3_vl(112)),
     "images_2_5": (
         Qwen2_5_VLForConditionalGeneration,
         Qwen2_5_VLConfig(

@@ -1,17 +1,29 @@
-"""The lines of configuration that docs/verl.md lists: veRL's trainer takes each of them."""
+"""Lines of configuration and commands of the docs: veRL's trainer takes each of them."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import verl
 from hydra import compose, initialize_config_dir
 
+from tests.documents import shown, words_of
+
 PAGE = Path(__file__).parents[3] / "docs" / "verl.md"
 TABLE = PAGE.read_text().partition("| line | what it does |\n")[2].partition("\n\n")[0]
 LINES = [line for row in TABLE.splitlines()[1:] for line in re.findall(r"`([^`]+)`", row.split("|")[1])]
+
+
+TRAINER = ["python", "-m", "verl.trainer.main_ppo"]
+COMMANDS = [words for _, command, _ in shown() if (words := words_of(command))[:3] == TRAINER]
+
+
+def composed(overrides: list[str]) -> Any:
+    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
+        return compose("ppo_trainer", overrides)
 
 
 def override(line: str) -> str:
@@ -30,8 +42,12 @@ def test_the_table_is_found():
 @pytest.mark.parametrize("line", LINES)
 def test_line_is_taken(line):
     name, _, value = override(line).lstrip("+").partition("=")
-    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
-        found = compose("ppo_trainer", [override(line)])
+    found = composed([override(line)])
     for part in name.split("."):
         found = found[part]
     assert str(found) == value
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[-1])
+def test_commands_are_taken(words):
+    assert composed(words[3:]).actor_rollout_ref.model.model_type == "dualkv"

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import Qwen3Config, Qwen3MoeConfig
+from transformers import Qwen3Config
 from verl.utils import torch_functional
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 
 from dualkv.integrations.metrics import RATIO
-from dualkv.integrations.verl import equal_bits
-from dualkv.integrations.verl.balance import rollouts_by_tag
+from dualkv.integrations.verl import equal_bits, options
 from dualkv.integrations.verl.ratio import Ratio, Weights
+from dualkv.integrations.verl.work import rollouts_by_tag
 from tests.integrations.verl.rollouts import MODELS, nested
 from tests.integrations.verl.scenarios import EQUAL_BITS, EQUAL_BITS_OF_TWO
 from tests.integrations.verl.test_equivalence import of_all_ranks
@@ -172,27 +172,9 @@ def test_settings_that_are_not_exact_are_refused(changed: dict[str, Any], says: 
     given = {"use_fused_kernels": False, "use_liger": False, "ulysses_sequence_parallel_size": 1, "qat": None}
     given |= {"vocab_size": 32000, "options": {}} | changed
     config = Qwen3Config(vocab_size=given["vocab_size"])
-    of_verl = SimpleNamespace(**given, fused_kernel_options=given["options"], hf_config=config)
+    of_verl = SimpleNamespace(**given, hf_config=config)
     with pytest.raises(ValueError, match=rf"dualkv_batch_invariant is True together with .*{says}"):
-        equal_bits.refuse(of_verl, of_verl)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "config", "value", "says"),
-    [
-        ("dualkv", Qwen3MoeConfig(), True, "experts .* has products of its own"),
-        ("dualkv", Qwen3Config(), 1, "dualkv_batch_invariant is 1, expected true or false"),
-        ("value_model", Qwen3Config(), True, "dualkv_batch_invariant is True, expected none: it is of log-probs"),
-    ],
-)
-def test_an_engine_refuses_before_it_is_made(
-    model_type: str, config: Any, value: Any, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(FSDPEngineWithLMHead, "__init__", lambda *_, **__: pytest.fail("veRL's engine was made"))
-    options = {"dualkv": True, "dualkv_batch_invariant": value}
-    of_verl = SimpleNamespace(hf_config=config, fused_kernel_options=options, use_fused_kernels=False)
-    with pytest.raises(ValueError, match=says):
-        EngineRegistry.new(model_type, "fsdp2", model_config=of_verl)
+        equal_bits.refuse(of_verl, of_verl, options.read(given["options"]))
 
 
 def test_a_batch_that_cannot_be_packed_is_refused(results: Results) -> None:

@@ -10,7 +10,7 @@ import torch
 from verl.utils.flops_counter import FlopsCounter
 
 from dualkv.integrations.verl import work
-from dualkv.integrations.verl.balance import rollouts_by_tag
+from dualkv.integrations.verl.work import rollouts_by_tag
 from tests.integrations.verl.rollouts import GROUPS, MODELS
 from tests.integrations.verl.scenarios import FOUR, ONE, TWO, reference
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from importlib.metadata import requires
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 
 from tests.integrations.verl import test_equivalence
 from tests.integrations.verl.rollouts import MODELS
@@ -39,13 +41,20 @@ def test_recurrent_layers_of_other_kinds_are_refused(results: Results) -> None:
     assert found["error"].endswith(" does not call causal_conv1d_fn, by which a layout reaches a recurrent layer")
 
 
-def test_ranks_that_cannot_share_heads_are_refused_before_weights_are_read() -> None:
-    from dualkv.integrations.verl.engine import _refuse_ulysses
+def test_ranks_that_cannot_share_heads_are_refused_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(engine: Any, _: Any, engine_config: Any) -> None:
+        engine.engine_config = engine_config
 
-    config = SimpleNamespace(hf_config=MODELS["qwen3_5_text"][1])
-    _refuse_ulysses(config, 2)
+    monkeypatch.setattr(FSDPEngineWithLMHead, "__init__", make)
+    of_verl = SimpleNamespace(hf_config=MODELS["qwen3_5_text"][1], fused_kernel_options=None, use_fused_kernels=False)
+
+    def made(ranks: int) -> None:
+        sizes = SimpleNamespace(ulysses_sequence_parallel_size=ranks)
+        EngineRegistry.new("dualkv", "fsdp2", model_config=of_verl, engine_config=sizes)
+
+    made(2)
     with pytest.raises(ValueError, match="heads") as error:
-        _refuse_ulysses(config, 3)
+        made(3)
     assert str(error.value) == (
         "recurrent layer model.layers.0.linear_attn (Qwen3_5GatedDeltaNet) has 4 heads, expected a multiple of the 3"
         " sequence-parallel ranks"

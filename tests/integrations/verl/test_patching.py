@@ -10,6 +10,7 @@ from torch import nn
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from dualkv.integrations import patching
+from dualkv.integrations.verl import options
 from dualkv.integrations.verl.engine import OWN_ATTENTION, OWN_LAYERS, DualKVEngine, restore_attention
 from tests.integrations import states
 from tests.integrations.tiny import make_model
@@ -27,11 +28,10 @@ def test_an_engine_leaves_nothing_in_its_model(batch_invariant: bool, monkeypatc
     model = make_model()
     monkeypatch.setattr(FSDPEngineWithLMHead, "_build_module", lambda _: model)
     engine: Any = object.__new__(DualKVEngine)
-    engine._checked, engine._running, engine._batch_invariant = True, None, batch_invariant
+    engine._checked, engine._running = True, None
+    engine._options = options.read({"dualkv_batch_invariant": batch_invariant})
     engine.engine_config = SimpleNamespace(full_determinism=False)
-    engine.model_config = SimpleNamespace(
-        fused_kernel_options=None, use_liger=False, enable_gradient_checkpointing=False, use_fused_kernels=False
-    )
+    engine.model_config = SimpleNamespace(use_liger=False, enable_gradient_checkpointing=False, use_fused_kernels=False)
     before = states.of_model(model)
     assert engine._build_module() is model
     decoder = model.get_decoder()

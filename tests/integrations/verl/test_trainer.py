@@ -27,10 +27,17 @@ from dualkv.branches import Keeping
 from dualkv.integrations import losses
 from dualkv.integrations.transformers.masks import Visible, by_config
 from dualkv.integrations.verl import options, walked
-from dualkv.integrations.verl.balance import balance, rank_works, rollouts_by_tag
 from dualkv.integrations.verl.critic import DualKVCritic
 from dualkv.integrations.verl.data import Rollouts
-from dualkv.integrations.verl.work import FULL, of_full_attention, packed, replicated
+from dualkv.integrations.verl.work import (
+    FULL,
+    balance,
+    of_full_attention,
+    packed,
+    rank_works,
+    replicated,
+    rollouts_by_tag,
+)
 from dualkv.ops.features import Window
 
 
@@ -221,13 +228,6 @@ def test_other_strategies_say_what_to_use(strategy: str, monkeypatch: pytest.Mon
         get_trainer_cls("dualkv_sync")(OmegaConf.merge(OmegaConf.create(CONFIG), config))
 
 
-def test_a_critic_on_another_strategy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PPOTrainerSync, "__init__", lambda *_: pytest.fail("veRL's trainer was made"))
-    critic = {"strategy": "megatron", "model": {"fused_kernel_options": {"dualkv": True}}}
-    with pytest.raises(ValueError, match="packs groups on strategy fsdp and fsdp2, not on megatron: set critic"):
-        get_trainer_cls("dualkv_sync")(OmegaConf.merge(OmegaConf.create(CONFIG), {"critic": critic}))
-
-
 def test_every_strategy_of_verl_is_known() -> None:
     """The strategies are read from veRL's sources: most of its engines cannot be imported here."""
     engines = Path(verl.__file__).parent / "workers/engine"
@@ -248,23 +248,41 @@ def test_megatron_says_what_to_install() -> None:
     assert isinstance(found.value.__cause__, ImportError)
 
 
+LLAMA, GRANITE = transformers.LlamaConfig(head_dim=520), transformers.GraniteConfig(logits_scaling=8.0)
+SMALL = transformers.Qwen3Config(num_hidden_layers=1, vocab_size=8)
+LAYERS = r"layers\.0\."
+OF_LOG_PROBS = "expected none: it is of log-probs$"
+
+
 @pytest.mark.parametrize(
-    ("family", "settings", "message"),
+    ("model_types", "config", "given", "says"),
     [
-        ("Llama", {"head_dim": 520}, r"layers\.0\.self_attn \(LlamaAttention\) has head dim 520"),
-        ("OlmoHybrid", {}, r"layers\.0\.linear_attn \(OlmoHybridGatedDeltaNet\) of transformers"),
-        ("Granite", {"logits_scaling": 8.0}, r"use_fused_kernels is True and GraniteForCausalLM .* the scale 0\.125"),
+        ("both", LLAMA, {}, rf"{LAYERS}self_attn \(LlamaAttention\) has head dim 520"),
+        ("both", transformers.OlmoHybridConfig(), {}, rf"{LAYERS}linear_attn \(OlmoHybridGatedDeltaNet\) of transf"),
+        ("both", GRANITE, {}, r"use_fused_kernels is True and GraniteForCausalLM .* the scale 0\.125"),
+        ("both", None, {"dualkv_tree": True}, "fused_kernel_options has dualkv_tree, expected names among dualkv, "),
+        ("dualkv", SMALL, {"dualkv": False}, "fused_kernel_options.dualkv is False with model.model_type=dualkv"),
+        ("dualkv", SMALL, {"dualkv_keep": "products"}, "'products' with enable_gradient_checkpointing=False, where"),
+        ("dualkv", transformers.Qwen3MoeConfig(), {"dualkv_batch_invariant": True}, "experts .* has products of its"),
+        ("value_model", None, {"dualkv": None, "dualkv_trees": True}, r"^critic\..*dualkv_trees is set without"),
+        ("value_model", SMALL, {"dualkv_canary": 50}, rf"^critic\..*dualkv_canary is 50, {OF_LOG_PROBS}"),
+        ("value_model", SMALL, {"dualkv_batch_invariant": True}, rf"dualkv_batch_invariant is True, {OF_LOG_PROBS}"),
     ],
 )
-def test_an_engine_refuses_a_model_when_it_is_made(
-    family: str, settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+def test_an_engine_refuses_what_it_does_not_run_when_it_is_made(
+    model_types: str, config: Any, given: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine checks the configuration before weights are read, and before vLLM starts."""
+    """The engine checks options and configuration before weights are read, and before vLLM starts."""
     monkeypatch.setattr(FSDPEngineWithLMHead, "__init__", lambda *_, **__: pytest.fail("veRL's engine was made"))
-    config = getattr(transformers, f"{family}Config")(**settings)
-    of_verl = SimpleNamespace(hf_config=config, fused_kernel_options={"dualkv": True}, use_fused_kernels=True)
-    for model_type in ("dualkv", "value_model"):
-        with pytest.raises(ValueError, match=message):
+    given = {name: value for name, value in ({"dualkv": True} | given).items() if value is not None}
+    for model_type in ("dualkv", "value_model") if model_types == "both" else (model_types,):
+        of_verl = SimpleNamespace(
+            hf_config=config,
+            fused_kernel_options=given,
+            use_fused_kernels=config is GRANITE,
+            enable_gradient_checkpointing=False,
+        )
+        with pytest.raises(ValueError, match=says):
             EngineRegistry.new(model_type, "fsdp2", model_config=of_verl)
 
 
@@ -287,88 +305,57 @@ def test_a_walk_is_refused_beside_what_it_does_not_run_with(changed: dict[str, A
 
 
 def test_options_of_walks() -> None:
-    def asked(given: dict[str, Any] | None) -> Keeping | None:
-        return walked.asked(options.of(SimpleNamespace(fused_kernel_options=given)))
+    assert [options.read(given).keeping for given in (None, {}, {"dualkv_walk": True})] == [None, None, Keeping()]
+    assert options.read(LITTLE).keeping == Keeping(torch.bfloat16, on_host=True)
 
-    assert [asked(given) for given in (None, {}, {"dualkv_walk": True})] == [None, None, Keeping()]
-    little = {"dualkv_walk": True, "dualkv_walk_gradients": "bf16", "dualkv_walk_on_host": True}
-    assert asked(little) == Keeping(torch.bfloat16, on_host=True)
-    for given, says in (
-        ({"dualkv_walk": 8192}, "dualkv_walk is 8192, expected true or false"),
-        (little | {"dualkv_walk_on_host": 1}, "dualkv_walk_on_host is 1, expected true or false"),
-        (little | {"dualkv_walk_gradients": ["bf16"]}, r"dualkv_walk_gradients is \['bf16'\], expected fp32 or bf16"),
-        (little | {"dualkv_walk_gradients": "fp16"}, "dualkv_walk_gradients is 'fp16', expected fp32 or bf16"),
-        ({"dualkv_walk_on_host": True}, "dualkv_walk_on_host is set without dualkv_walk=True, expected both"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            asked(given)
+
+LITTLE = {"dualkv_walk": True, "dualkv_walk_gradients": "bf16", "dualkv_walk_on_host": True}
+NAMES, VALUE = "fused_kernel_options has", "fused_kernel_options."
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "says"),
+    ("given", "says"),
     [
-        ("dualkv_tree", True, "fused_kernel_options has dualkv_tree, expected names among dualkv, "),
-        ("dualkv_fast", "false", "fused_kernel_options.dualkv_fast is 'false', expected true or false"),
-        ("dualkv", 1, "fused_kernel_options.dualkv is 1, expected true or false"),
-        ("Dualkv_trees", True, "fused_kernel_options has Dualkv_trees, expected names among dualkv, "),
-        ("dual_kv_trees", True, "fused_kernel_options has dual_kv_trees, expected names among dualkv, "),
-        ("duakv_walk", True, "fused_kernel_options has duakv_walk, expected names among dualkv, "),
-        ("dualkv_keep", "atention", "fused_kernel_options.dualkv_keep is 'atention', expected one of nothing, att"),
-        ("dualkv_keep", ["attention"], r"fused_kernel_options.dualkv_keep is \['attention'\], expected one of noth"),
-        ("dualkv_keep_layers", 8, "fused_kernel_options.dualkv_keep_layers is 8 and dualkv_keep is 'nothing', exp"),
-        ("dualkv_keep_layers", 0, "fused_kernel_options.dualkv_keep_layers is 0, expected 1 or more"),
+        ({"dualkv_tree": True}, f"{NAMES} dualkv_tree, expected names among dualkv, "),
+        ({"Dualkv_trees": True}, f"{NAMES} Dualkv_trees, expected names among dualkv, "),
+        ({"dual_kv_trees": True}, f"{NAMES} dual_kv_trees, expected names among dualkv, "),
+        ({"duakv_walk": True}, f"{NAMES} duakv_walk, expected names among dualkv, "),
+        ({"dualkv_fast": "false"}, f"{VALUE}dualkv_fast is 'false', expected true or false"),
+        ({"dualkv": 1}, f"{VALUE}dualkv is 1, expected true or false"),
+        ({"dualkv_batch_invariant": 1}, f"{VALUE}dualkv_batch_invariant is 1, expected true or false"),
+        ({"dualkv_trees": 0}, f"{VALUE}dualkv_trees is 0, expected true, false or 1 token or more to share"),
+        ({"dualkv_canary": 0}, f"{VALUE}dualkv_canary is 0, expected 1 or more"),
+        ({"dualkv_keep": "atention"}, f"{VALUE}dualkv_keep is 'atention', expected one of nothing, attention"),
+        ({"dualkv_keep": ["attention"]}, rf"{VALUE}dualkv_keep is \['attention'\], expected one of nothing"),
+        ({"dualkv_keep_layers": 8}, f"{VALUE}dualkv_keep_layers is 8 and dualkv_keep is 'nothing', expected one of"),
+        ({"dualkv_keep_layers": 0}, f"{VALUE}dualkv_keep_layers is 0, expected 1 or more"),
+        ({"dualkv_walk": 8192}, f"{VALUE}dualkv_walk is 8192, expected true or false"),
+        (LITTLE | {"dualkv_walk_on_host": 1}, f"{VALUE}dualkv_walk_on_host is 1, expected true or false"),
+        (LITTLE | {"dualkv_walk_gradients": ["bf16"]}, rf"{VALUE}dualkv_walk_gradients is \['bf16'\], expected fp32"),
+        (LITTLE | {"dualkv_walk_gradients": "fp16"}, f"{VALUE}dualkv_walk_gradients is 'fp16', expected fp32 or bf16"),
+        ({"dualkv_walk_on_host": True}, f"{VALUE}dualkv_walk_on_host is set without dualkv_walk=True, expected both"),
     ],
 )
-def test_options_that_would_do_nothing_or_something_else_are_refused(name: str, value: Any, says: str) -> None:
-    of_verl = SimpleNamespace(fused_kernel_options={"impl_backend": "torch", name: value})
-    for model_type in ("dualkv", "value_model"):
-        with pytest.raises(ValueError, match=f"^{says}"):
-            EngineRegistry.new(model_type, "fsdp2", model_config=of_verl)
+def test_options_that_would_do_nothing_or_something_else_are_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=f"^{says}"):
+        options.read({"impl_backend": "torch"} | given)
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
         (True, "fused_kernel_options is True, expected names and values"),
-        ({"dualkv_keep_layers": "8"}, "fused_kernel_options.dualkv_keep_layers is '8', expected an integer"),
-        ({"dualkv_keep_layers": True}, "fused_kernel_options.dualkv_keep_layers is True, expected an integer"),
+        ({"dualkv_keep_layers": "8"}, f"{VALUE}dualkv_keep_layers is '8', expected an integer"),
+        ({"dualkv_keep_layers": True}, f"{VALUE}dualkv_keep_layers is True, expected an integer"),
     ],
 )
 def test_options_of_another_type_are_refused(given: Any, says: str) -> None:
-    for model_type in ("dualkv", "value_model"):
-        with pytest.raises(TypeError, match=f"^{says}"):
-            EngineRegistry.new(model_type, "fsdp2", model_config=SimpleNamespace(fused_kernel_options=given))
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"dualkv": False}, "fused_kernel_options.dualkv is False with model.model_type=dualkv, which packs"),
-        ({"dualkv_keep": "products"}, "dualkv_keep is 'products' with enable_gradient_checkpointing=False, where"),
-    ],
-)
-def test_an_engine_refuses_options_that_contradict_others(
-    given: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(FSDPEngineWithLMHead, "__init__", lambda *_, **__: pytest.fail("veRL's engine was made"))
-    of_verl = SimpleNamespace(
-        hf_config=transformers.Qwen3Config(num_hidden_layers=1, vocab_size=8),
-        fused_kernel_options=given,
-        use_fused_kernels=False,
-        enable_gradient_checkpointing=False,
-    )
-    with pytest.raises(ValueError, match=says):
-        EngineRegistry.new("dualkv", "fsdp2", model_config=of_verl)
-
-
-def test_options_of_a_critic_that_is_not_packed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FSDPEngineWithLMHead, "__init__", lambda *_, **__: pytest.fail("veRL's engine was made"))
-    of_verl = SimpleNamespace(fused_kernel_options={"dualkv_trees": True})
-    with pytest.raises(ValueError, match=r"^critic\..*dualkv_trees is set without dualkv=True, expected both$"):
-        EngineRegistry.new("value_model", "fsdp2", model_config=of_verl)
+    with pytest.raises(TypeError, match=f"^{says}"):
+        options.read(given)
 
 
 PACKS = {"model_type": "dualkv"}
+ON_MEGATRON = {"strategy": "megatron", "model": {"fused_kernel_options": {"dualkv": True}}}
 
 
 @pytest.mark.parametrize(
@@ -380,10 +367,9 @@ PACKS = {"model_type": "dualkv"}
         ("trainer.v1.dualkv_walk", True, "^trainer.v1.dualkv_walk is set, .* expected actor_rollout_ref.model.fused_k"),
         ("trainer.v1.dualkv_colocate_async.parameter_sync_step", 4, r"nothing reads it: expected trainer\.v1\.coloc"),
         ("actor_rollout_ref.model", PACKS | {"fused_kernel_options": {"dualkv_tree": True}}, "has dualkv_tree, exp"),
-        ("actor_rollout_ref.model", PACKS | {"fused_kernel_options": {"dualkv_trees": 0}}, "dualkv_trees is 0, exp"),
-        ("actor_rollout_ref.model", PACKS | {"fused_kernel_options": {"dualkv_canary": 0}}, "dualkv_canary is 0, e"),
         ("actor_rollout_ref.model.fused_kernel_options.dualkv_trees", True, "is set without .*model_type=dualkv, exp"),
         ("critic.model.fused_kernel_options.dualkv_trees", True, "^critic.* is set without dualkv=True, expected bo"),
+        ("critic", ON_MEGATRON, "packs groups on strategy fsdp and fsdp2, not on megatron: set critic.strategy=fsdp2"),
         ("critic.model.model_type", "dualkv", "set .critic.model.fused_kernel_options.dualkv=True$"),
     ],
 )
@@ -412,14 +398,6 @@ def test_a_trainer_warns_where_nothing_is_packed(monkeypatch: pytest.MonkeyPatch
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             get_trainer_cls("dualkv_sync")(other)
-
-
-def test_a_canary_is_refused_of_a_critic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FSDPEngineWithLMHead, "__init__", lambda *_, **__: pytest.fail("veRL's engine was made"))
-    given = {"dualkv": True, "dualkv_canary": 50}
-    of_verl = SimpleNamespace(hf_config=transformers.Qwen3Config(), fused_kernel_options=given)
-    with pytest.raises(ValueError, match=r"^critic\..*dualkv_canary is 50, expected none: it is of log-probs$"):
-        EngineRegistry.new("value_model", "fsdp2", model_config=of_verl)
 
 
 def test_trls_value_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ from torch import nn
 
 from dualkv.data.memory import Memory, RowCosts
 from dualkv.integrations.verl import walked
-from dualkv.integrations.verl.balance import rollouts_by_tag
 from dualkv.integrations.verl.data import read
+from dualkv.integrations.verl.work import rollouts_by_tag
 from tests.integrations.verl.rollouts import make_rollouts
 from tests.integrations.verl.scenarios import LONG_PROMPTS, ONE, TWO, WALKS, reference
 from tests.integrations.verl.test_equivalence import SCORES, distance, of_all_ranks, steps

@@ -50,7 +50,7 @@ from dualkv import branches
 from dualkv.data.memory import Memory
 from dualkv.data.planning import MemoryPlan, PlannedBatch
 from dualkv.integrations import patching
-from dualkv.integrations.verl import walked
+from dualkv.integrations.verl import options, walked
 from dualkv.integrations.verl.engine import restore_attention
 from dualkv.ops import reference
 from dualkv.prefixes import SharedPrefixes
@@ -191,7 +191,7 @@ def weights(worker: Any) -> dict[str, torch.Tensor]:
 def in_fp64() -> Iterator[None]:
     """Compute in fp64 whatever veRL, which has no fp64, and transformers compute in fp32."""
     torch.storage._dtype_to_storage_type_map()  # pickles of tensors read dtypes from this table, made by the first one
-    sums = patch.dict(walked.SUMS, fp32=torch.float64)
+    sums = patch.dict(options.SUMS, fp32=torch.float64)
     with double_throughout(), sums, patch.object(branches, "_SUMS", [*branches._SUMS, torch.float64]):
         yield
 

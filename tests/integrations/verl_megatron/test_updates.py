@@ -107,7 +107,7 @@ REFUSED = {
     "dynamic-context-parallel": "actor.megatron.dynamic_context_parallel is True, model.model_type=dualkv expects",
     "replay-without-experts": "actor.megatron.router_replay.mode is 'R2', expected 'disabled': no layer has experts",
     "replay-without-routes": "router_replay.mode is 'R3' and the batch has no routed_experts, expected those of every",
-    "batch-invariant": "fused_kernel_options.dualkv_batch_invariant is True, expected false on strategy megatron: use",
+    "batch-invariant": "fused_kernel_options.dualkv_batch_invariant is True, expected none on strategy megatron: use",
     "keep": "fused_kernel_options.dualkv_keep is 'attention', strategy megatron has settings of its own:",
 }
 
