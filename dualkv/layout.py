@@ -113,46 +113,6 @@ class Layout:
         return cls._from_groups(prompts, flat, counts, device)
 
     @classmethod
-    def from_cu_seqlens(
-        cls,
-        cu_seqlens_prompts: Lengths,
-        cu_seqlens_responses: Lengths,
-        cu_responses: Lengths | None = None,
-        device: torch.device | str = "cpu",
-    ) -> Layout:
-        """Cumulative lengths, as in FlashAttention's varlen functions and veRL's unpadded batches.
-
-        Reading tensors on a GPU waits for the GPU; do so once a batch.
-
-        Args:
-            cu_seqlens_prompts: [G+1] prompt g has tokens `cu_seqlens_prompts[g]` to `cu_seqlens_prompts[g+1]` of all
-                prompts end to end.
-            cu_seqlens_responses: [N+1] the same for all responses, group 0's first.
-            cu_responses: [G+1] group g has responses `cu_responses[g]` to `cu_responses[g+1]`. Optional for one group.
-            device: of the per-token tensors.
-
-        Raises:
-            ValueError: values that do not start at 0, decrease, or do not add up.
-            TypeError: values that are not integers.
-        """
-        prompts = np.diff(cumulative_array("cu_seqlens_prompts", cu_seqlens_prompts))
-        responses = np.diff(cumulative_array("cu_seqlens_responses", cu_seqlens_responses))
-        if cu_responses is None:
-            if len(prompts) != 1:
-                raise ValueError(
-                    f"cu_responses is missing and there are {len(prompts)} prompts, expected it or one prompt"
-                )
-            cu_responses = [0, len(responses)]
-        counts = np.diff(cumulative_array("cu_responses", cu_responses))
-        if len(counts) != len(prompts):
-            raise ValueError(f"cu_responses names {len(counts)} groups, cu_seqlens_prompts {len(prompts)}")
-        if counts.sum() != len(responses):
-            raise ValueError(
-                f"cu_responses ends at {counts.sum()}, cu_seqlens_responses holds {len(responses)} responses"
-            )
-        return cls._from_groups(prompts, responses, counts, device)
-
-    @classmethod
     def from_token_sequences(
         cls,
         sequences: Sequence[Lengths] | torch.Tensor,
@@ -320,29 +280,6 @@ class Layout:
     def visible_end(self) -> torch.Tensor:
         """[T] int32: query row q sees key row k iff k <= q < visible_end[k]."""
         return self._tensor("visible_end", lambda: self._segments.visible_end, torch.int32)
-
-    @property
-    def region_bounds(self) -> torch.Tensor:
-        """[T, 3] int32: the two key regions of each query row.
-
-        Row t sees the context `[bounds[t, 0], bounds[t, 1])` and its own segment `[bounds[t, 2], t]`. The context is
-        empty for prompt rows.
-
-        Raises:
-            ValueError: for trees of more than two levels, whose rows see more than two regions.
-        """
-        if self.depth > 2:
-            raise ValueError(f"region_bounds describes two regions a row, this layout is {self.depth} levels deep")
-
-        def bounds() -> IntArray:
-            s = self._segments
-            own = s.offsets[:-1]
-            up = np.where(s.parent >= 0, s.parent, 0)
-            begin = np.where(s.parent >= 0, own[up], own)
-            end = np.where(s.parent >= 0, s.offsets[1:][up], own)
-            return np.stack([begin, end, own], 1)[s.segment_of_row]
-
-        return self._tensor("region_bounds", bounds, torch.int32)
 
     # ------------------------------------------------------------------ as a value
     def __reduce__(self) -> tuple[Any, ...]:

@@ -46,7 +46,6 @@ ROWS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("dualkv/integrations/recurrent/",): ("dualkv/integrations/",),
     ("dualkv/integrations/transformers/",): ("dualkv/__init__.py", "dualkv/integrations/recurrent/"),
     ("dualkv/integrations/megatron/",): ("dualkv/integrations/transformers/",),
-    ("dualkv/integrations/experts.py",): ("dualkv/integrations/transformers/",),
     ("dualkv/integrations/swift.py",): ("dualkv/integrations/transformers/",),
     ("dualkv/integrations/openrlhf/",): ("dualkv/integrations/transformers/",),
     ("dualkv/integrations/skyrl/",): ("dualkv/integrations/transformers/",),

@@ -35,7 +35,7 @@ def test_visibility_is_that_of_the_replicated_sequences(tree):
     assert visible_pairs(layout) == expected
 
 
-@pytest.mark.parametrize("name", ["position_ids", "visible_end", "region_bounds"])
+@pytest.mark.parametrize("name", ["position_ids", "visible_end"])
 def test_fake_tensors_do_not_outlive_their_mode(name):
     layout = Layout.from_lengths([4], [[2, 3]])
     with FakeTensorMode():
@@ -105,11 +105,6 @@ def test_counts_and_bounds_of_groups(groups):
     nominal = sum(sum(p + r for r in rs) if rs else p for p, rs in zip(prompts, responses, strict=True))
     assert layout.nominal_tokens == nominal
     assert layout.dedup_ratio == pytest.approx(nominal / layout.num_tokens if layout.num_tokens else 1.0)
-    bounds = layout.region_bounds.tolist()
-    pairs = set()
-    for t, (begin, end, own) in enumerate(bounds):
-        pairs |= {(t, k) for k in [*range(begin, end), *range(own, t + 1)]}
-    assert pairs == visible_pairs(layout)
 
 
 def test_one_group_in_numbers():
@@ -120,7 +115,6 @@ def test_one_group_in_numbers():
     assert layout.position_ids.tolist() == [0, 1, 2, 3, 4, 3]
     assert layout.position_ids.dtype == torch.int64
     assert layout.visible_end.tolist() == [6, 6, 6, 5, 5, 6]
-    assert layout.region_bounds.tolist() == [[0, 0, 0]] * 3 + [[0, 3, 3]] * 2 + [[0, 3, 5]]
     assert layout.dedup_ratio == (5 + 3 + 4) / 6
     assert "6 tokens" in repr(layout)
     assert "3 responses" in repr(layout)
@@ -128,11 +122,9 @@ def test_one_group_in_numbers():
 
 def test_every_constructor_agrees():
     expected = Layout.from_lengths([3, 0, 4], [[2, 0], [1], []])
-    cu = Layout.from_cu_seqlens(torch.tensor([0, 3, 3, 7]), torch.tensor([0, 2, 2, 3], dtype=torch.int32), [0, 2, 3, 3])
     segments = Layout.from_segments(np.array([0, 3, 5, 5, 5, 6, 10]), torch.tensor([-1, 0, 0, -1, 3, -1]))
-    assert expected == cu == segments
+    assert expected == segments
     assert expected != Layout.from_lengths([3, 0, 4], [[2, 0], [1], [0]])
-    assert Layout.from_cu_seqlens([0, 3], [0, 1, 5]) == Layout.from_lengths([3], [[1, 4]])
     assert Layout.from_lengths(torch.tensor([3]), [np.array([1, 4])]) == Layout.from_lengths([3], [[1, 4]])
 
 
@@ -141,7 +133,6 @@ def test_empty_layouts():
     layout = Layout.from_lengths([0, 0], [[0], []])
     assert layout.num_tokens == 0
     assert layout.dedup_ratio == 1.0
-    assert layout.region_bounds.shape == (0, 3)
 
 
 def test_copies_and_pickles_are_layouts_of_their_own():
@@ -182,7 +173,7 @@ def test_what_is_made_in_inference_mode_can_be_trained_through():
     with torch.inference_mode():
         made = Layout.from_lengths([3], [[2, 2]])
         for layout in (made, made.without_prompt_queries()):
-            for name in ("offsets", "parent", "position_ids", "visible_end", "region_bounds"):
+            for name in ("offsets", "parent", "position_ids", "visible_end"):
                 assert not getattr(layout, name).is_inference(), name
 
 
@@ -220,10 +211,6 @@ def test_what_is_made_in_inference_mode_can_be_trained_through():
         (lambda: Layout.from_segments([0, 4, 5], [-2, 0]), ValueError, r"parent\[0\] is -2"),
         (lambda: Layout.from_segments([0, 4, 5, 6], [-1, -1, 0]), ValueError, "cross groups"),
         (lambda: Layout.from_segments([0, 1, 2, 3, 4], [-1, 0, 0, 1]), ValueError, "depth-first"),
-        (lambda: Layout.from_cu_seqlens([0, 3, 4], [0, 1]), ValueError, "cu_responses is missing"),
-        (lambda: Layout.from_cu_seqlens([0, 3, 4], [0, 1], [0, 1]), ValueError, "cu_responses names 1 groups"),
-        (lambda: Layout.from_cu_seqlens([0, 3, 4], [0, 1], [0, 1, 2]), ValueError, "cu_responses ends at 2"),
-        (lambda: Layout.from_segments([0, 1, 2, 3], [-1, 0, 1]).region_bounds, ValueError, "3 levels deep"),
     ],
 )
 def test_bad_input_gets_one_sentence(make, error, words):

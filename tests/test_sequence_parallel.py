@@ -332,7 +332,7 @@ def test_padding_sees_itself_alone() -> None:
     longer = padded(LAYOUT, 3)
     assert longer.num_tokens == LAYOUT.num_tokens + 3
     assert longer.position_ids.tolist()[-3:] == [0, 1, 2]
-    assert longer.region_bounds.tolist()[-1] == [42, 42, 42]
+    assert longer.visible_end.tolist()[-4:] == [42, 45, 45, 45]
     assert padded(LAYOUT, 0) is LAYOUT
     nested = dualkv.pack_sequences([[1, 2], [1, 2, 3]]).layout
     assert padded(nested, 4).nominal_tokens == nested.nominal_tokens + 4 == 9
