@@ -1,7 +1,4 @@
-"""A canary for training runs: log-probs of a few rollouts computed alone, compared with the packed ones.
-
-Tests cover the models, adapters and versions that their authors thought of. This covers the run that it is called in.
-"""
+"""A canary for training runs: log-probs of a few rollouts computed alone, compared with the packed ones."""
 
 from __future__ import annotations
 
@@ -67,8 +64,7 @@ def bound(dtype: torch.dtype, scale: float, layers: int, rounding: float, device
         dtype: of the model's products.
         scale: standard deviation of a row's logits: relative errors of hidden states become errors of its size.
         layers: of the decoder, whose roundings add up as a random walk does.
-        rounding: nats, root mean square: how far rollouts that are packed by themselves, and so share their row with
-            nobody, are from the same rollouts without a layout. They run in other kernels, and choose other experts.
+        rounding: nats, root mean square: the distance of rollouts packed by themselves from those without a layout.
         device: GPUs may multiply fp32 in TF32.
     """
     eps = torch.finfo(dtype).eps

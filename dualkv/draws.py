@@ -1,9 +1,8 @@
 """Random draws of a model in training, made comparable: every draw is one number, the same in every call.
 
-A packed call draws for each of its rows once. Dropout, jitter of routers and sampled experts are unbiased so, and the
-rollouts of a group share the draws of their prompt. :class:`Draws` makes the draws of a packed call and of replicated
+A packed call draws for each of its rows once. :class:`Draws` makes the draws of a packed call and of replicated
 sequences equal. What differs then is what packed rows change: noise whose size depends on the length of the row, and
-statistics over rows. Draws that a call makes once for all of its rows are listed, so that their effect can be seen.
+statistics over rows.
 """
 
 from __future__ import annotations
@@ -45,11 +44,7 @@ class Draws(TorchDispatchMode):
     """
 
     def __init__(self, of: Shape | None = None, extreme: int = 0) -> None:
-        """
-        Args:
-            of: the shape of draws that are extreme, each the least or the largest of SAMPLES; None for all.
-            extreme: -1 or 1; 0 for none.
-        """
+        """of: the shape of draws that are extreme, each the least (extreme=-1) or largest (1) of SAMPLES; None: all."""
         super().__init__()
         self.of, self.extreme = of, extreme
         self.shapes: set[Shape] = set()

@@ -106,11 +106,7 @@ class Head:
         ]
 
     def in_front(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [n, C] -> what the head multiplies [n, C].
-
-        Raises:
-            ValueError: `before` has a weight of which this rank has a part, or does not make each row by itself.
-        """
+        """hidden [n, C] -> what the head multiplies [n, C]; ValueError for a `before` that cannot be used."""
         if self.before is None:
             return hidden
         check_rows(BEFORE, self.before, hidden)
@@ -127,9 +123,6 @@ class Head:
         """hidden [..., C] -> logits [..., V], all at a time, with gradients.
 
         The product runs in the dtype of the inputs, as a model's own head does; what follows is fp32 (fp64 for fp64).
-
-        Raises:
-            ValueError: `module` or `before` as in :func:`dualkv.response_logprobs`.
         """
         states = self.in_front(hidden.reshape(-1, hidden.shape[-1]))
         if self.module is not None:
@@ -161,11 +154,7 @@ def check_whole(name: str, tensor: torch.Tensor, instead: str = GATHERED) -> Non
 
 
 def apply(name: str, rows: Rows, states: torch.Tensor) -> torch.Tensor:
-    """rows(states), where `rows` is a part of a head.
-
-    Raises:
-        ValueError: `rows` has a weight of which this rank has a part, or makes a tensor of that kind.
-    """
+    """rows(states), where `rows` is a part of a head; ValueError if it has or makes sharded tensors."""
     try:
         made = rows(states)
     except RuntimeError as error:
@@ -208,14 +197,8 @@ def named(rows: Rows) -> str:
 @torch.no_grad()
 def check_rows(name: str, rows: Rows, like: torch.Tensor) -> None:
     """Raises ValueError if a part of a head makes other results of a row alone than beside others, or draws random
-    numbers; a module is called for it once in each mode. A weight that is zero, as those of adapters are before they
-    are trained, hides what the module will read.
-
-    Args:
-        name: of the part.
-        rows: the part.
-        like: [n, C], whose width, dtype and device the rows of the check have.
-    """
+    numbers; a module is called for it once in each mode, with rows like those of `like` [n, C]. A weight that is zero,
+    as those of adapters are before they are trained, hides what the module will read."""
     owner = _owner(rows)
     modes = () if owner is None else tuple((type(part), part.training) for part in owner.modules())
     if owner is not None and modes in _PASSED.setdefault(owner, set()):
@@ -290,11 +273,7 @@ KNOWN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def of_weight(weight: torch.Tensor) -> Head:
-    """The head that is a weight [V, C] alone.
-
-    Raises:
-        ValueError: the weight is known to be a model's head, and not all of it.
-    """
+    """The head that is a weight [V, C] alone; ValueError for a weight that is known to be a part of a model's head."""
     check_tensor("head", weight, expected="a floating point tensor or a dualkv.Head")
     if weight.dim() != 2:
         raise ValueError(f"head must have two dimensions [V, C], got shape {tuple(weight.shape)}")

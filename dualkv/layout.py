@@ -25,7 +25,6 @@ from dualkv.arrays import (
     length_array,
     length_arrays,
     outside_inference_mode,
-    positive,
 )
 from dualkv.prefixes import read_sequences
 from dualkv.segments import Segments, remember
@@ -76,9 +75,7 @@ class Layout:
         """Segments in depth-first order.
 
         Args:
-            offsets: [S+1] integers from 0 upwards: first packed row of each segment, then the total T.
-            parent: [S] integers: the earlier segment that each segment continues, -1 for a prompt.
-            device: of the per-token tensors.
+            offsets, parent, device: as the attributes, in any container of integers.
 
         Raises:
             ValueError: offsets that do not start at 0 or decrease, a parent that comes later or crosses groups.
@@ -159,25 +156,20 @@ class Layout:
         """
         return self._asking_less(self._segments.lengths[self._segments.roots])
 
-    def without_queries(self, rows: int | Sequence[int]) -> Layout:
-        """Return the layout for calls that do not use the first rows of out and lse, whose gradients are zero there:
-        the rows above a part of a tree. Kernels skip these rows as for :meth:`without_prompt_queries`, in any segments.
+    def without_queries(self, rows: Lengths) -> Layout:
+        """Return the layout for calls that do not use the first rows of out and lse of some groups, whose gradients are
+        zero there: the rows above a part of a tree. Kernels skip these rows as for :meth:`without_prompt_queries`.
 
         Args:
-            rows: of the first group, 1 or more and fewer than it has; or of each group, 0 or more.
+            rows: of each group, 0 or more and fewer than it has; 0 of the last groups may be left out.
 
         Raises:
             ValueError: another number of rows.
             TypeError: no integers.
         """
         of_groups = self._segments.group_rows
-        if not isinstance(rows, Sequence | np.ndarray):
-            first = int(of_groups[0]) if len(of_groups) else 0
-            number = positive("rows", rows)
-            if number >= first:
-                raise ValueError(f"rows is {number}, expected fewer than the {first} of the first group")
-            return self._asking_less(np.concatenate([[number], np.zeros(len(of_groups) - 1, np.int64)]))
         silent = int_array("rows", rows)
+        silent = np.append(silent, np.zeros(max(0, len(of_groups) - len(silent)), np.int64))
         if len(silent) != len(of_groups) or (silent < 0).any() or (silent >= np.maximum(of_groups, 1)).any():
             raise ValueError(f"rows is {rows}, expected a number for each group, fewer than {of_groups.tolist()}")
         return self._asking_less(silent)

@@ -38,9 +38,8 @@ class Observed:
     """The training calls of a model that :func:`observe` has seen.
 
     Attributes:
-        calls: that have been read.
-        unread: calls that could not be read; `why` says why the last one could not.
-        rows: [calls] rows that the model computed, padding included.
+        unread: the number of calls that could not be read; `why` says why the last one could not.
+        rows: rows that the model computed in each call that has been read, padding included.
     """
 
     def __init__(self, model: str, labels: LabelStyle) -> None:
@@ -52,6 +51,7 @@ class Observed:
 
     @property
     def calls(self) -> int:
+        """The number of calls that have been read."""
         return len(self.rows)
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -286,9 +286,7 @@ def _trie(
 ) -> tuple[list[int], list[int], list[int], list[int]]:
     """The nodes of the trie of :class:`SharedPrefixes`, made in one pass; a parent may come behind its children.
 
-    Args:
-        ends: [N] tokens of each sequence up to its cuts and its end.
-        order, common: of the sequences.
+    ends: [N] tokens of each sequence up to its cuts and its end.
 
     Returns:
         parent [K], -1 for none; end [K], tokens from the beginning to each node's end; [N] the node in which each

@@ -51,11 +51,7 @@ class KnownLoss:
         self._waits = False
 
     def begin(self) -> None:
-        """Begin a walk.
-
-        Raises:
-            RuntimeError: see :func:`walk_values`.
-        """
+        """Begin a walk; RuntimeError if the one before had no backward."""
         if self._waits:
             raise RuntimeError(
                 "the backward of the values of the walk before did not run, and their loss's gradients are in the"

@@ -165,7 +165,7 @@ def test_rows_of_a_path_that_do_not_ask_are_left_out(tree, tile, deterministic):
 def test_keys_that_no_query_sees_are_stored(tile, deterministic, num_sms):
     """The only segment below some rows without queries is empty, so their keys get gradients of zero."""
     layout = Layout.from_segments([0, 0, 128, *range(128, 1209, 60)], [-1, 0, 1, *[0] * 18])
-    seg, asks = of(layout.without_queries(128)), np.arange(layout.num_tokens) >= 128
+    seg, asks = of(layout.without_queries([128])), np.arange(layout.num_tokens) >= 128
     check(seg, tile, backward_work(seg, tile, 8, 2, num_sms, deterministic), 8, 2, asks)
 
 

@@ -134,7 +134,7 @@ def test_rows_of_prompts_that_do_not_ask_are_left_out(groups, window, tile):
 @pytest.mark.parametrize("tile", TILES + ORDERED, ids=repr)
 def test_keys_that_no_query_sees_are_stored(tile, window):
     layout = Layout.from_segments([0, 0, 128, *range(128, 1209, 60)], [-1, 0, 1, *[0] * 18])
-    seg, asks = of(layout.without_queries(128)), np.arange(layout.num_tokens) >= 128
+    seg, asks = of(layout.without_queries([128])), np.arange(layout.num_tokens) >= 128
     check(seg, window, tile, windowed_work(seg, window, tile, 4, 2, 20), 4, 2, asks)
 
 

@@ -48,7 +48,7 @@ def below_a_path(tree):
     rows = int(layout.offsets[chain - 1])
     if not 0 < rows < of(layout).subtree_end[0] or layout.num_tokens > 1500:
         return None
-    return of(layout.without_queries(rows)), rows - np.arange(layout.num_tokens)
+    return of(layout.without_queries([rows])), rows - np.arange(layout.num_tokens)
 
 
 def rule(seg, window=None):
