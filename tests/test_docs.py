@@ -126,36 +126,6 @@ def test_targets_of_the_makefile_run(target):
     assert printed in done.stdout
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "dualkv demo --step 3",
-        "dualkv bench --rounds many",
-        "dualkv benchmark",
-        "python -m tools.ncu run x --warp 3",
-        "python -m tests.fuzz --seconds soon",
-        "python examples/one_gpu.py --steps few",
-        "torchrun --nproc-per-node 2 examples/four_gpus.py --budgets 7",
-    ],
-)
-def test_commands_that_no_program_takes_would_be_found(command, capsys):
-    with pytest.raises(pytest.fail.Exception, match="is not taken"):
-        parse(words_of(command))
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "pip instal torch",
-        "pip install --no-deps",
-        "pip install nvidia-cutlass-dsl-libs-cu13==4.8.0",
-        "pip install x==1",
-    ],
-)
-def test_commands_of_pip_that_are_wrong_would_be_found(command):
-    assert len(words_of_pip(command.split())) == 1
-
-
 def test_the_options_of_precompile_are_those_of_the_page():
     rows = re.findall(r"^\| `(-[^`]*)` \|", PAGES["deployment.md"].read_text(), re.MULTILINE)
     listed = {word for row in rows for word in re.findall(r"(?:^| )(--?[a-z][\w-]*)", row)}

@@ -82,29 +82,6 @@ def test_one_module_changes_models_and_libraries() -> None:
     assert {file: owners for file, owners in found.items() if owners} == OWN
 
 
-@pytest.mark.parametrize(
-    ("line", "change"),
-    [
-        ("model.forward = f", "model.forward"),
-        ("a, cls.__call__ = b", "cls.__call__"),
-        ("call.__code__ = call.__code__.replace()", "call.__code__"),
-        ("del module._forward_pre_hooks", "module._forward_pre_hooks"),
-        ("setattr(module, name, value)", "setattr module"),
-        ("vars(module)['forward'] = f", "vars module"),
-        ("module.__dict__['forward'] = f", "vars module"),
-        ("vars(file).update(names)", "vars file"),
-        ("layer.register_forward_pre_hook(f)", "layer.register_forward_pre_hook"),
-        ("from deepspeed import utils as tools\ntools.Engine = Own", "tools.Engine"),
-        ("import x.y\nx.y.z = 1", "x.y.z"),
-        ("from dualkv.data import rows\nrows.x = 1", None),
-        ("config.layer_types = []", None),
-        ("x.y[0] = z", None),
-    ],
-)
-def test_the_scan_sees_changes(line: str, change: str | None) -> None:
-    assert list(changed(line)) == ([] if change is None else [change])
-
-
 class Part(nn.Module):
     scale = 1
 
