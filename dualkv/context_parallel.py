@@ -145,7 +145,7 @@ class _Exchange:
 
 
 class _Heads(NamedTuple):
-    """A piece of the heads: KV heads, and the query heads that read them."""
+    """A piece of the KV heads, and the query heads that read them."""
 
     kv: slice
     q: slice

@@ -118,12 +118,7 @@ class Layout:
     ) -> Layout:
         """The layout in which :func:`dualkv.pack_sequences` packs these sequences, with every shared prefix once.
 
-        Args:
-            sequences, min_shared: as for :func:`dualkv.pack_sequences`.
-            device: of the per-token tensors.
-
-        Raises:
-            ValueError, TypeError: as for :func:`dualkv.pack_sequences`.
+        sequences, min_shared: as there. device: of the per-token tensors.
         """
         _, shared, _ = read_sequences(sequences, min_shared)
         tree = shared.at_least(min_shared).tree()
@@ -183,7 +178,7 @@ class Layout:
         return Layout(segments, *tensors, self.device)
 
     def _check_of_all_rows(self, name: str) -> None:
-        """ValueError for a layout without some queries, as the argument `name` of what runs one layer after another."""
+        """ValueError for a layout without some queries, as the argument `name` of a model."""
         if self._segments.silent is not None:
             raise ValueError(
                 f"{name} is a layout without some queries (without_prompt_queries or such), expected one of all rows: "
@@ -196,11 +191,10 @@ class Layout:
 
         :func:`dualkv.response_logprobs`, :func:`dualkv.walk` and `unpack` of values with gradients raise ValueError
         for a layout that no attention has used: `enable` or `dualkv=` was forgotten, and every row saw all rows before
-        it. An enabled model raises it for a batch's `input_ids` without the layout. :func:`dualkv.attention` and the
-        ops below it note their layout, and so do layouts that are made of it (`to`, shards, parts of a walk); copies
-        and pickles are layouts of their own. Call this first where attention runs elsewhere: on another pipeline
-        stage, in another process, in a CUDA graph that was captured with another layout, in separate sequences, or in a
-        function of your own.
+        it. :func:`dualkv.attention` notes its layout, and so do layouts that are made of it (`to`, shards, parts of a
+        walk); copies and pickles are layouts of their own. Call this first where attention runs elsewhere: on another
+        pipeline stage, in another process, in a CUDA graph that was captured with another layout, in separate
+        sequences, or in a function of your own.
         """
         self._segments.use.seen = self._segments.use.elsewhere = True
 

@@ -260,8 +260,7 @@ def _compiled_gradient(
     g_entropy: torch.Tensor | None,
     target: torch.Tensor,
 ) -> torch.Tensor:
-    """d loss / d logits [u, V] in their dtype, for rows that predict one token each, target [u]: one pass over the
-    logits where it is compiled."""
+    """d loss / d logits [u, V] in their dtype, for rows that predict one token each, target [u]."""
     d = _logits_gradient(logits, scale, lse, entropy, g_logp, g_entropy)
     column = torch.arange(logits.shape[1], device=logits.device)
     d = d + torch.where(column == target[:, None], g_logp[:, None], 0.0)
@@ -271,11 +270,8 @@ def _compiled_gradient(
 def _gradient(
     given: Sequence[Any], row: torch.Tensor, targets: torch.Tensor, g_token: torch.Tensor | None
 ) -> torch.Tensor:
-    """d loss / d logits [u, V] in their dtype.
-
-    given: the arguments of :func:`_logits_gradient`. row, targets and g_token [t]: the row, column and gradient of each
-    token.
-    """
+    """d loss / d logits [u, V] in their dtype, by the arguments of :func:`_logits_gradient` and the row, column and
+    gradient of each token [t]."""
     d, (logits, scale, *_) = _logits_gradient(*given), given
     if g_token is not None:
         _add_at(d.view(-1), row * d.shape[1] + targets, g_token)
@@ -521,8 +517,7 @@ def _add_gradients(
     sums: Sequence[torch.Tensor | None],
     d: torch.Tensor,
 ) -> torch.Tensor | None:
-    """Adds the gradients of leaves to `sums`, and returns the gradient of states, where each is wanted; d [n, V] is the
-    gradient of `made`."""
+    """Adds the gradients of leaves to `sums`, and returns that of states, for d [n, V], the gradient of `made`."""
     wanted = [(x, s) for x, s in zip(leaves, sums, strict=True) if s is not None]
     inputs = [*[states] * states.requires_grad, *(x for x, _ in wanted)]
     found = list(torch.autograd.grad(made, inputs, d, allow_unused=True))

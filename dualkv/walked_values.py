@@ -116,9 +116,8 @@ def walk_values(
 
     A first walk computes the values without a graph. When their gradients arrive, a second walk carries them into the
     model, with the random numbers and the autocast of the first one. This is exact for any differentiable loss. It
-    costs one more forward of all rows but those of the first trunks, whose keys and values wait, unless the batch fits
-    into one part. Parameters must not change in between. With a `loss` that is a sum over rollouts one walk does
-    both: the gradients of a part's tokens are known when it runs.
+    costs one more forward of all rows but those of the first trunks, unless the batch fits into one part. Parameters
+    must not change in between. With a `loss` that is a sum over rollouts one walk does both.
 
     Args:
         batch, budget, gradients, on_host: as for :func:`walk`.

@@ -208,8 +208,7 @@ def with_own_code(function: Callable[..., Any], *key: Any) -> Callable[..., Any]
 def with_globals(function: Any, names: dict[str, Any]) -> FunctionType | None:
     """Copy a function with other global names.
 
-    Decorators around it are kept: transformers has some that rename arguments. None if one of them is no closure over
-    what it decorates.
+    Decorators around it are kept. None if one of them is no closure over what it decorates.
     """
     if not isinstance(function, FunctionType):
         return None
