@@ -257,17 +257,6 @@ def test_not_a_number_stays_one():
         assert all(torch.isnan(x).any() for x in (*values, *grads))
 
 
-def test_kept_chunks_that_mean_nothing_are_refused():
-    batch = some_batch()
-    hidden, weight = inputs(batch)
-    with pytest.raises(ValueError, match="kept_chunks is -1, expected 0 or more"):
-        response_logprobs(hidden, weight, batch, kept_chunks=-1)
-    with pytest.raises(TypeError, match=r"kept_chunks is 1\.0, expected an integer"):
-        response_logprobs(hidden, weight, batch, kept_chunks=1.0)
-    with pytest.raises(ValueError, match=r"kept_chunks is 1 and the head has a module, .* expected 0"):
-        response_logprobs(hidden, Head(module=lambda rows: rows @ weight.T), batch, kept_chunks=1)
-
-
 def test_only_rows_that_predict_touch_the_head():
     batch = some_batch()
     hidden, weight = inputs(batch)
