@@ -49,17 +49,7 @@ class BranchShard(Shard):
     def attention_of(self, layer: Hashable) -> Callable[..., torch.Tensor]:
         return partial(self.attention, layer=layer)
 
-    def attention(  # type: ignore[override]
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        softmax_scale: float | None = None,
-        deterministic: bool = False,
-        *,
-        layer: Hashable,
-        **features: Any,
-    ) -> torch.Tensor:
+    def attention(self, *args: Any, layer: Hashable, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
         """Run :meth:`Branch.attention` of the part's rows behind its path, for those of this rank, like
         :meth:`Shard.attention`."""
         own, padding = self.branch.num_tokens, self.layout.num_tokens - self.branch.num_tokens
@@ -68,4 +58,4 @@ class BranchShard(Shard):
             out = self.branch.attention(q[:own], k[:own], v[:own], *given, layer=layer, **more)
             return F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out
 
-        return self.by_heads(run, q, k, v, softmax_scale, deterministic, **features)
+        return self.by_heads(run, *args, **kwargs)
