@@ -92,21 +92,16 @@ def packed_vs_separate(
 
     Call this every some steps between a forward and the optimizer's step, in the trainer's autocast, on all ranks that
     share the model's weights or communicate in its forward. Each rollout takes two forwards of its P + R tokens: one
-    as any model computes it, `model(input_ids=...)`, and one packed by itself, whose distance from the first is
-    rounding (see :func:`bound`). The model runs as it is wrapped, in its present mode. Dropout modules (`nn.Dropout`
-    and its kin) are off meanwhile; other noise of training, such as NEFTune's, counts as a difference. Random states
-    and the model's buffers are as before afterwards, and no gradients are computed.
-
-    A fault that is as large in a rollout packed by itself is seen only above MOST steps of the dtype. The check of
-    :func:`dualkv.integrations.transformers.enable` finds such faults.
+    as any model computes it, and one packed by itself, whose distance from the first is rounding (see :func:`bound`).
+    The model runs in its present mode. Dropout modules are off meanwhile; other noise of training, such as NEFTune's,
+    counts as a difference. Random states and buffers are as before afterwards, and no gradients are computed.
 
     Args:
         model: a transformers model or a wrapper around one, whose output has `logits`.
         batch: what :func:`dualkv.pack`, `pack_padded` or `pack_sequences` returned, on the model's device.
         logp: [M] the packed log-probs that the trainer computed with the present weights; then its head and its layout
-            are tested too. Without them, and where dropout was active in them (the model is in training mode and has
-            dropout modules), the model runs the whole batch once more with `dualkv=batch.layout`. Sharded rows need
-            them: all M on every rank.
+            are tested too. Without them, and where dropout was active in them, the model runs the whole batch once more
+            with `dualkv=batch.layout`. Sharded rows need them: all M on every rank.
         rollouts: how many are computed alone; the same number on every rank, which runs as many forwards.
         seed: picks the rollouts; pass the step, so that others are picked each time.
         temperature: divides the logits, as in `logp`.
@@ -123,7 +118,7 @@ def packed_vs_separate(
     Raises:
         ValueError: `error`, and a difference that rounding does not explain; log-probs of another shape; a batch with
             images without `media`; a model whose output has no logits.
-        TypeError: a batch of another kind, such as a part of a walk; log-probs that are no tensor.
+        TypeError: a batch of another kind; log-probs that are no tensor.
     """
     check_model(model)
     if not isinstance(batch, PackedBatch | PackedSequences):

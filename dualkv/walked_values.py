@@ -33,10 +33,9 @@ from dualkv.walks import (
 class KnownLoss:
     """A loss of values that is known before its backward, for :func:`walk_values`.
 
-    If it is a sum over rollouts, the gradients of a rollout's values need no others: all of them are known while a part
-    runs that predicts its last tokens. The backward compares the gradients with what comes, and carries the difference,
-    so this is exact for any loss. A loss that is no such sum costs another walk once; from then on values come first.
-    One object serves a training.
+    If it is a sum over rollouts, the gradients of a rollout's values are known while a part runs that predicts its last
+    tokens. The backward carries the difference to the gradients that come, so this is exact for any loss. A loss that
+    is no such sum costs another walk once; from then on values come first. One object serves a training.
 
     Attributes:
         of_values: the values of all tokens -> one number. Values of rollouts that are not known yet are 0.

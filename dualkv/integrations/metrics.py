@@ -16,25 +16,15 @@ RATIO = "dualkv/ratio_at_equal_weights"
 
 
 def log_ratios(new: torch.Tensor, old: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """The lowest and the highest difference of log-probs of the same weights.
-
-    Args:
-        new, old: [...] of one shape.
-        counted: [...] booleans, or zeros and ones: the tokens that count.
-
-    Returns:
-        [2], 0 if no token counts; for :func:`furthest_ratio`; those of several ranks may be end to end.
-    """
+    """[2] the lowest and the highest difference of log-probs of the same weights, 0 if no token counts."""
     differences = (new.detach() - old)[counted != 0]
     differences = torch.cat([differences, differences.new_zeros(1)])  # equal log-probs are no news
     return torch.stack([differences.min(), differences.max()])
 
 
 def furthest_ratio(log_ratios: torch.Tensor, others: Iterable[float] = ()) -> float:
-    """exp of what :func:`log_ratios` returned, or another ratio, whichever is furthest from 1; NaN if one is NaN.
-
-    It is exactly 1 if all log-probs are equal.
-    """
+    """exp of what :func:`log_ratios` returned on all ranks, or another ratio, whichever is furthest from 1; NaN if one
+    is NaN."""
     ratios = [*others, *log_ratios.cpu().double().exp().tolist()]
     return max(ratios, key=lambda ratio: math.inf if math.isnan(ratio) else abs(ratio - 1))
 

@@ -102,8 +102,8 @@ class Changes:
 def of(target: Any, part: str = "enable") -> Changes:
     """The changes of a module of a model, or of a class or module of a library, to which more can be added.
 
-    Parts of what a module of a model got: "enable" and "fast" are of :func:`dualkv.integrations.transformers.enable`,
-    "kept" of `recompute_layers` there, "engine" of veRL's engines, "trainer" of other trainers.
+    part: "enable", "fast" and "kept" are of :mod:`dualkv.integrations.transformers`, "engine" of veRL, "trainer" of
+    other trainers.
     """
     if not isinstance(target, nn.Module):
         return _PROCESS.setdefault(target, Changes(target))
