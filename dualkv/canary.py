@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from dualkv.arrays import check_model, positive
 from dualkv.data.packing import PackedBatch
 from dualkv.data.trees import PackedSequences
-from dualkv.draws import seed_all
+from dualkv.draws import seed_all, untouched
 from dualkv.layout import Layout
 
 # Alarm above FACTOR times what rounding does to rollouts packed by themselves, and OUTLIERS times that in one token.
@@ -30,7 +30,6 @@ FACTOR, OUTLIERS = 4.0, 10.0
 LEAST, MOST = 0.5, 8.0
 TF32 = 2.0**-10
 CHUNK = 256  # rows of logits in fp32 at a time
-MOST_NUMBERS = 2**24  # of a buffer that may be written to; larger ones are quantized weights
 # The dtypes of products. Of fp64 models too some layers compute in fp32.
 COMPUTED = (torch.float32, torch.bfloat16, torch.float16)
 DROPOUT = nn.modules.dropout._DropoutNd
@@ -209,15 +208,8 @@ def quiet(model: nn.Module, device: torch.device, seed: int) -> Iterator[tuple[C
     Yields a function after which equal calls draw equal noise, and whether dropout was on.
     """
     noisy = [part for part in model.modules() if isinstance(part, DROPOUT) and part.training and part.p > 0]
-    buffers = [
-        (module, name, x, x.clone())
-        for module in model.modules()
-        for name, x in module._buffers.items()
-        if x is not None and not x.is_meta and x.numel() <= MOST_NUMBERS
-    ]
     devices = [x for x in {device, *(x.device for x in model.parameters())} if x.type == "cuda"]
-
-    with torch.random.fork_rng(devices), torch.no_grad():
+    with untouched(model, devices), torch.no_grad():
         for part in noisy:
             part.training = False
         try:
@@ -225,15 +217,11 @@ def quiet(model: nn.Module, device: torch.device, seed: int) -> Iterator[tuple[C
         finally:
             for part in noisy:
                 part.training = True
-            for module, name, x, before in buffers:
-                module._buffers[name] = x
-                if not torch.equal(x, before):  # `_version` does not count what batch norm writes
-                    x.copy_(before)
 
 
 def _logits(model: nn.Module, rows: torch.Tensor, **inputs: Any) -> torch.Tensor:
     """[n, V] the logits of `rows` [n] in a call [1, T]."""
-    known = _arguments(model)
+    known = {name for cls in {type(m) for m in model.modules()} for name in inspect.signature(cls.forward).parameters}
     inputs = {name: value for name, value in inputs.items() if name != "use_cache" or name in known}
     if "logits_to_keep" in known:
         inputs["logits_to_keep"] = rows
@@ -243,11 +231,6 @@ def _logits(model: nn.Module, rows: torch.Tensor, **inputs: Any) -> torch.Tensor
     if hasattr(logits, "full_tensor"):  # of a head that is split over ranks
         logits = logits.full_tensor()
     return logits[0] if "logits_to_keep" in known and logits.shape[1] == len(rows) else logits[0, rows]
-
-
-def _arguments(model: nn.Module) -> set[str]:
-    """The names of all arguments of the forwards of a model and its submodules."""
-    return {name for cls in {type(m) for m in model.modules()} for name in inspect.signature(cls.forward).parameters}
 
 
 def _packed(

@@ -7,15 +7,18 @@ statistics over rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 Shape = tuple[int, ...]
 SAMPLES = 512  # of a draw, for its extremes
+MOST_NUMBERS = 2**24  # of a buffer that may be written to; larger ones are quantized weights
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -34,6 +37,25 @@ def seed_all(devices: Iterable[torch.device], seed: int = 0) -> None:
 def random_states(device: torch.device) -> list[torch.Tensor]:
     """The states of the generators of the host and, if it is a GPU, of the device."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+@contextmanager
+def untouched(module: nn.Module | None, devices: Iterable[torch.device]) -> Iterator[None]:
+    """Leave random states, and the buffers of a module, such as the statistics of norms in training, as they were."""
+    buffers = [
+        (part, name, x, x.clone())
+        for part in (() if module is None else module.modules())
+        for name, x in part._buffers.items()
+        if x is not None and not x.is_meta and x.numel() <= MOST_NUMBERS
+    ]
+    with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
+        try:
+            yield
+        finally:
+            for part, name, x, before in buffers:
+                part._buffers[name] = x
+                if not torch.equal(x, before):  # `_version` does not count what batch norm writes
+                    x.copy_(before)
 
 
 class Draws(TorchDispatchMode):

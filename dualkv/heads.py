@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,7 +17,7 @@ from torch._compile import _disable_dynamo
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dualkv.arrays import check_bool
-from dualkv.draws import Draws, random_states
+from dualkv.draws import Draws, random_states, untouched
 
 GATHERED = (
     "call the head inside of the forward of the module that gathers its weights, take logits by"
@@ -207,7 +206,7 @@ def check_rows(name: str, rows: Rows, like: torch.Tensor) -> None:
     expected = f"expected each row by itself, and the same twice: {INSTEAD}"
     some = torch.randn(ROWS, like.shape[1], generator=torch.Generator().manual_seed(0), device="cpu")
     some = (some * 4.0 ** torch.arange(ROWS, device="cpu")[:, None]).to(like)
-    with _untouched(owner, device):
+    with untouched(owner, [device]), torch.autocast(*autocast_now(device.type), cache_enabled=False):
         before = random_states(device)
         together = apply(name, rows, some)
         try:
@@ -217,9 +216,12 @@ def check_rows(name: str, rows: Rows, like: torch.Tensor) -> None:
             raise ValueError(f"{what} does not run on one row ({says}), {expected}") from error
         if not all(map(torch.equal, before, random_states(device))):
             draws = [Draws(extreme=extreme) for extreme in (-1, 1)]
-            least, most = (_under(each, rows, some) for each in draws)
+            found = []
+            for each in draws:
+                with each:
+                    found.append(rows(some))
             # PEFT draws one number where it drops no module. Dropout may show only once its adapter is trained.
-            if _differs(least, most) > 0 or any(math.prod(shape) > 1 for shape in draws[0].shapes):
+            if _differs(*found) > 0 or any(math.prod(shape) > 1 for shape in draws[0].shapes):
                 raise ValueError(f"{what} draws random numbers, {expected}")
     if (differs := _differs(alone, together)) > BOUND:
         raise ValueError(
@@ -228,11 +230,6 @@ def check_rows(name: str, rows: Rows, like: torch.Tensor) -> None:
         )
     if owner is not None:
         _PASSED[owner].add(modes)
-
-
-def _under(draws: Draws, rows: Rows, states: torch.Tensor) -> torch.Tensor:
-    with draws:
-        return rows(states)
 
 
 def _differs(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -245,22 +242,6 @@ def _differs(a: torch.Tensor, b: torch.Tensor) -> float:
         relative = torch.where(x == y, 0.0, (x - y).abs() / (y.abs() + typical)).nan_to_num(nan=math.inf)
         worst = max(worst, float(relative.max()))
     return worst
-
-
-@contextmanager
-def _untouched(owner: nn.Module | None, device: torch.device) -> Iterator[None]:
-    """Restores random state and buffers, such as the statistics of norms in training, and keeps no casts of weights."""
-    kept = [] if owner is None else [(buffer, buffer.clone()) for buffer in owner.buffers()]
-    with (
-        torch.random.fork_rng([device] if device.type == "cuda" else []),
-        torch.autocast(*autocast_now(device.type), cache_enabled=False),
-    ):
-        try:
-            yield
-        finally:
-            for buffer, was in kept:
-                if not torch.equal(buffer, was):
-                    buffer.copy_(was)
 
 
 def autocast_now(device: str) -> tuple[str, torch.dtype, bool]:

@@ -101,7 +101,7 @@ def measure_sharded_rows(
     """Measure the bytes of a row of a model whose weights are gathered for each layer, as FSDP does.
 
     What gathered weights take does not depend on rows, and few rows would take less. So this looks only at what more
-    rows take, and recomputed ones are `most`, as many as a budget of rows. The head is not measured, and no row counts
+    rows take; recomputed rows are as many as `most`, a budget of rows. The head is not measured, and no row counts
     less than a recomputed one. Under `torch.no_grad` passes have no graph.
     """
     many = positive("most // 2", most // 2)

@@ -171,7 +171,7 @@ class Shard(PackedRows):
         return x.index_select(dim, self.rows.to(x.device))
 
     def gather(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """The rows of all ranks, on every rank, also those that pad the layout, of num_tokens rows along `dim`.
+        """Gather num_tokens rows of each rank along `dim`: all rows on every rank, also those that pad the layout.
 
         Each rank's rows get their part of the gradient that the rank itself computes: right where every rank computes
         the same loss of all rows, and gradients of weights are summed over ranks.

@@ -205,11 +205,10 @@ def walk_passes(
 
     Under `torch.no_grad` no pass has a graph, and each part runs once.
 
-    With FSDP2 (`fully_shard`) each rank has a tree of its own, and layers are gathered in each pass. So ranks must run
-    passes of the same kinds together: with `group` they agree on these, and a rank that has none of a kind gets an
-    empty pass, of one row that counts nothing. There a pass with a graph always needs a loss, or layers would not be
-    gathered for its backward: :meth:`Pass.zero_loss` where `has_loss` is False. Head and loss must be in the forward of
-    the module that is sharded last, around all others.
+    With FSDP2 (`fully_shard`) each rank has a tree of its own, and layers are gathered in each pass. So with `group`
+    ranks run passes of the same kinds together, and a rank that has none of a kind gets an empty pass, of one row that
+    counts nothing. There a pass with a graph always needs a loss: :meth:`Pass.zero_loss` where `has_loss` is False.
+    Head and loss must be in the forward of the module that is sharded last, around all others.
 
     Args:
         batch, budget: as for :func:`walk`; no batch on a rank that has no rollouts.
