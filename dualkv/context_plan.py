@@ -72,6 +72,33 @@ def _ranges(segments: Segments, rows: IntArray) -> list[Range]:
     return [(int(some[0]), int(some[-1]) + 1) for some in np.split(rows, cut)]
 
 
+def _meet(some: Sequence[Range], others: Sequence[Range]) -> list[Range]:
+    """Rows of both; each of the two is ascending."""
+    found, i, j = [], 0, 0
+    while i < len(some) and j < len(others):
+        begin, end = max(some[i][0], others[j][0]), min(some[i][1], others[j][1])
+        if begin < end:
+            found.append((begin, end))
+        if some[i][1] < others[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def _without(some: Sequence[Range], others: Sequence[Range]) -> list[Range]:
+    """Rows of the first that are none of the second; each of the two is ascending."""
+    found = []
+    for begin, end in some:
+        for other_begin, other_end in _meet([(begin, end)], others):
+            if begin < other_begin:
+                found.append((begin, other_begin))
+            begin = other_end
+        if begin < end:
+            found.append((begin, end))
+    return found
+
+
 def rows_of(ranges: Sequence[Range]) -> IntArray:
     """List the rows of all ranges, in order."""
     return np.concatenate([np.arange(0), *(np.arange(*one) for one in ranges)])
@@ -179,38 +206,29 @@ class Stage(NamedTuple):
 
 def stages(layout: Layout, of_ranks: list[list[list[Range]]], rank: int, window: Window | None = None) -> list[Stage]:
     """Plan the stages of a rank's attention, one for each of its two parts; of_ranks: :func:`shares`."""
-    segments = layout._segments
-    owner, place = np.empty(segments.total, np.int64), np.empty(segments.total, np.int64)
-    for r, parts in enumerate(of_ranks):
-        rows = np.concatenate([rows_of(part) for part in parts])
-        owner[rows], place[rows] = r, np.arange(len(rows))
-    mine = np.flatnonzero(owner == rank)
-    known, begin = len(mine), 0
-    has = np.zeros((len(of_ranks), len(mine)), bool)  # which of this rank's rows each rank has
-    has[rank] = True
-    missing = owner != rank
+    segments, device = layout._segments, layout.device
+    own = [sorted(chain.from_iterable(of_rank)) for of_rank in of_ranks]
+    place = np.full(segments.total, -1)
+    rows = np.concatenate([rows_of(part) for part in of_ranks[rank]])
+    place[rows] = np.arange(len(rows))
+    known, begin = len(rows), 0
+    came: list[list[Range]] = [[] for _ in of_ranks]  # in earlier stages
     found = []
     for number in range(2):
-        wanted = np.zeros_like(has)
-        for r, parts in enumerate(of_ranks):
-            seen = np.zeros(segments.total, bool)
-            for above in chain.from_iterable(path_of(segments, one, window) for one in parts[number]):
-                seen[slice(*above)] = True
-            wanted[r] = seen[mine] & ~has[r]
-            if r == rank:
-                received = np.flatnonzero(seen & missing)
-        has |= wanted
-        missing[received] = False
-        to, sent = wanted.nonzero()
-        received = received[np.argsort(owner[received], kind="stable")]
-        place[received] = known + np.arange(len(received))
-        known += len(received)
+        paths = [[above for one in of_rank[number] for above in path_of(segments, one, window)] for of_rank in of_ranks]
+        wanted = [_without(_without(paths[r], own[r]), came[r]) for r in range(len(of_ranks))]
+        came = paths
+        sent = [rows_of(_meet(some, own[rank])) for some in wanted]
+        received = [rows_of(_meet(wanted[rank], of_rank)) for of_rank in own]
+        for some in received:
+            place[some] = known + np.arange(len(some))
+            known += len(some)
         ranges = of_ranks[rank][number]
         part = part_of(layout, ranges, window) if ranges else NOTHING
         end = begin + len(part.asked)
-        indices = (place[mine[sent]], place[part.keys], part.asked)
-        sent_rows, keys, asked = (torch.from_numpy(x).to(layout.device) for x in indices)
-        sent_to, received_from = (np.bincount(x, minlength=len(of_ranks)).tolist() for x in (to, owner[received]))
+        indices = (place[np.concatenate(sent)], place[part.keys], part.asked)
+        sent_rows, keys, asked = (torch.from_numpy(x).to(device) for x in indices)
+        sent_to, received_from = ([len(x) for x in those] for those in (sent, received))
         found.append(Stage(sent_rows, sent_to, received_from, slice(begin, end), keys, asked, part.layout))
         begin = end
     return found
