@@ -110,6 +110,46 @@ class Layout:
         return cls._from_groups(prompts, flat, counts, device)
 
     @classmethod
+    def from_cu_seqlens(
+        cls,
+        cu_seqlens_prompts: Lengths,
+        cu_seqlens_responses: Lengths,
+        cu_responses: Lengths | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Layout:
+        """Cumulative lengths, as in FlashAttention's varlen functions and veRL's unpadded batches.
+
+        Reading tensors on a GPU waits for the GPU; do so once a batch.
+
+        Args:
+            cu_seqlens_prompts: [G+1] prompt g has tokens `cu_seqlens_prompts[g]` to `cu_seqlens_prompts[g+1]` of all
+                prompts end to end.
+            cu_seqlens_responses: [N+1] the same for all responses, group 0's first.
+            cu_responses: [G+1] group g has responses `cu_responses[g]` to `cu_responses[g+1]`. Optional for one group.
+            device: of the per-token tensors.
+
+        Raises:
+            ValueError: values that do not start at 0, decrease, or do not add up.
+            TypeError: values that are not integers.
+        """
+        prompts = np.diff(cumulative_array("cu_seqlens_prompts", cu_seqlens_prompts))
+        responses = np.diff(cumulative_array("cu_seqlens_responses", cu_seqlens_responses))
+        if cu_responses is None:
+            if len(prompts) != 1:
+                raise ValueError(
+                    f"cu_responses is missing and there are {len(prompts)} prompts, expected it or one prompt"
+                )
+            cu_responses = [0, len(responses)]
+        counts = np.diff(cumulative_array("cu_responses", cu_responses))
+        if len(counts) != len(prompts):
+            raise ValueError(f"cu_responses names {len(counts)} groups, cu_seqlens_prompts {len(prompts)}")
+        if counts.sum() != len(responses):
+            raise ValueError(
+                f"cu_responses ends at {counts.sum()}, cu_seqlens_responses holds {len(responses)} responses"
+            )
+        return cls._from_groups(prompts, responses, counts, device)
+
+    @classmethod
     def from_token_sequences(
         cls,
         sequences: Sequence[Lengths] | torch.Tensor,

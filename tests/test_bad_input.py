@@ -72,6 +72,7 @@ advantages, weights = partial(group_advantages, torch.ones(3)), partial(token_we
         (Layout.from_lengths, (["5"], [["3"]]), ("prompt_lens", "'5'")),
         (Layout.from_segments, (5, -1), ("offsets", "5")),
         (Layout.from_segments, ("05", [-1]), ("offsets", "'05'")),
+        (Layout.from_cu_seqlens, ([0, 2], 4), ("cu_seqlens_responses", "4")),
         (pack, (["a"], [["b"]]), ("prompts[0]", "'a'", TEXT)),
         (pack, (["a"], ["b"]), ("prompts[0]", "'a'", TEXT)),
         (pack, ([[1]], ["b"]), ("responses[0]", "'b'", TEXT)),

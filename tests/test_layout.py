@@ -109,9 +109,11 @@ def test_one_group_in_numbers():
 
 def test_every_constructor_agrees():
     expected = Layout.from_lengths([3, 0, 4], [[2, 0], [1], []])
+    cu = Layout.from_cu_seqlens(torch.tensor([0, 3, 3, 7]), torch.tensor([0, 2, 2, 3], dtype=torch.int32), [0, 2, 3, 3])
     segments = Layout.from_segments(np.array([0, 3, 5, 5, 5, 6, 10]), torch.tensor([-1, 0, 0, -1, 3, -1]))
-    assert expected == segments
+    assert expected == cu == segments
     assert expected != Layout.from_lengths([3, 0, 4], [[2, 0], [1], [0]])
+    assert Layout.from_cu_seqlens([0, 3], [0, 1, 5]) == Layout.from_lengths([3], [[1, 4]])
     assert Layout.from_lengths(torch.tensor([3]), [np.array([1, 4])]) == Layout.from_lengths([3], [[1, 4]])
 
 
@@ -188,6 +190,9 @@ def test_what_is_made_in_inference_mode_can_be_trained_through():
         (lambda: Layout.from_segments([0, 4, 5], [-2, 0]), ValueError, r"parent\[0\] is -2"),
         (lambda: Layout.from_segments([0, 4, 5, 6], [-1, -1, 0]), ValueError, "cross groups"),
         (lambda: Layout.from_segments([0, 1, 2, 3, 4], [-1, 0, 0, 1]), ValueError, "depth-first"),
+        (lambda: Layout.from_cu_seqlens([0, 3, 4], [0, 1]), ValueError, "cu_responses is missing"),
+        (lambda: Layout.from_cu_seqlens([0, 3, 4], [0, 1], [0, 1]), ValueError, "cu_responses names 1 groups"),
+        (lambda: Layout.from_cu_seqlens([0, 3, 4], [0, 1], [0, 1, 2]), ValueError, "cu_responses ends at 2"),
     ],
 )
 def test_bad_input_gets_one_sentence(make, error, words):
