@@ -17,21 +17,10 @@ from dualkv.sequence_parallel import Shard
 
 
 class BranchShard(Shard):
-    """This rank's rows of a part of a walk.
+    """This rank's rows of a part of a walk, `branch`, which is of the same part on all ranks.
 
     A trunk keeps the keys and values of all its rows, of this rank's heads. Rows that pad the part read and keep
-    nothing; their attention is zero.
-
-    Attributes:
-        layout: of the part's own rows as one segment, padded.
-        branch: the part.
-
-    Args:
-        branch: of the same part on all ranks.
-        group, multiple: as for :class:`dualkv.sequence_parallel.Shard`.
-
-    Raises:
-        ValueError: as for that class.
+    nothing; their attention is zero. `layout` is that of the part's own rows as one segment, padded.
     """
 
     is_part = True
@@ -60,33 +49,13 @@ class BranchShard(Shard):
     def attention_of(self, layer: Hashable) -> Callable[..., torch.Tensor]:
         return partial(self.attention, layer=layer)
 
-    def attention(  # type: ignore[override]
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        softmax_scale: float | None = None,
-        deterministic: bool = False,
-        *,
-        layer: Hashable,
-        **features: Any,
-    ) -> torch.Tensor:
-        """Run attention of the part's rows behind its path, for those of this rank; every rank of the group calls it.
-
-        Args:
-            q, k, v, softmax_scale, deterministic, features: as for :meth:`Shard.attention`.
-            layer: names the layer, as for :meth:`Branch.attention`.
-
-        Returns:
-            out [num_tokens, H, Dv].
-
-        Raises:
-            ValueError, TypeError: as :meth:`Shard.attention` and :meth:`Branch.attention` do.
-        """
+    def attention(self, *args: Any, layer: Hashable, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        """Run :meth:`Branch.attention` of the part's rows behind its path, for those of this rank, like
+        :meth:`Shard.attention`."""
         own, padding = self.branch.num_tokens, self.layout.num_tokens - self.branch.num_tokens
 
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _layout: Layout, *given: Any, **more: Any) -> Any:
             out = self.branch.attention(q[:own], k[:own], v[:own], *given, layer=layer, **more)
             return F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out
 
-        return self.by_heads(run, q, k, v, softmax_scale, deterministic, **features)
+        return self.by_heads(run, *args, **kwargs)

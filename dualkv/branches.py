@@ -52,11 +52,8 @@ class Keeping:
 
 
 class Kept:
-    """Tensors of a trunk in one call of a layer, keys and values for example, and the sums of their gradients.
-
-    Attributes:
-        made: the tensors of the trunk's second pass, in its graph.
-    """
+    """Tensors of a trunk in one call of a layer, keys and values for example, and the sums of their gradients; `made`
+    are the tensors of the trunk's second pass, in its graph."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], keeping: Keeping) -> None:
         self._keeping, self._device = keeping, tensors[0].device
@@ -69,11 +66,7 @@ class Kept:
         return len(self._sums)
 
     def read(self, index: int) -> torch.Tensor:
-        """Return a tensor on the device of the trunk.
-
-        Raises:
-            RuntimeError: it has been written in place since the trunk's forward.
-        """
+        """Return a tensor on the device of the trunk, unless it has been written in place (RuntimeError)."""
         kept = self._tensors[index]
         if _version(kept) != self._versions[index]:
             raise RuntimeError(
@@ -104,11 +97,7 @@ class Kept:
         self._tensors = []
 
     def roots(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Take the tensors of the second pass that have a graph, each with its gradient.
-
-        Raises:
-            ValueError: the second pass did not make the tensors of the first one.
-        """
+        """Take the tensors of the second pass that have a graph, each with its gradient."""
         if not self.made and any(total is not None for total in self._sums):
             raise ValueError(
                 "the second pass of a trunk left out a layer that ran in the first one, whose keys, values or states"
@@ -162,7 +151,7 @@ class _Read(torch.autograd.Function):
 
 
 class _Path(NamedTuple):
-    """The kept keys and values that a call reads: of each trunk, and the number of its first rows."""
+    """The kept keys and values that a call reads, of the first rows of each trunk."""
 
     pieces: list[tuple[Kept, int]]
 
@@ -276,12 +265,7 @@ def _behind(own: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 class Again(NamedTuple):
-    """A checkpointed region that runs again.
-
-    Attributes:
-        region: the object that identifies the region in the forward too.
-        run: the object that identifies this recomputation.
-    """
+    """A checkpointed region that runs again, by what identifies it in the forward too, and this recomputation."""
 
     region: Any
     run: Any
@@ -368,8 +352,7 @@ class Branch(PackedRows):
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that the branch keeps for the parts below, with the sums of their gradients that there are, and for
-        itself."""
+        """Bytes that the branch keeps for the parts below and for itself, with sums of gradients that there are."""
         return sum(kept.bytes for kept in self._kept.values()) + sum(x.nbytes for x in self._noted.values())
 
     def begin(self, has_graph: bool) -> None:
@@ -412,8 +395,7 @@ class Branch(PackedRows):
         """:func:`dualkv.attention` of the own rows over the path's kept keys and values and their own.
 
         Args:
-            q: [num_tokens, H, D].
-            k, v: [num_tokens, Hk, D or Dv]; a trunk keeps them.
+            q, k, v: as for :func:`dualkv.attention`, [num_tokens, ...]; a trunk keeps k and v.
             softmax_scale, deterministic, backend, features: as for :func:`dualkv.attention`.
             layer: names the layer: the same in all branches. The n-th call of a layer in a forward reads what the n-th
                 calls of the path kept.
@@ -422,9 +404,8 @@ class Branch(PackedRows):
             out [num_tokens, H, Dv], lse [H, num_tokens].
 
         Raises:
-            ValueError: another number of rows, a layer or a call of it that the path does not have, no gradients where
-                the pass has them, a layer that ran several times and is recomputed otherwise than by PyTorch's
-                checkpointing, and what the attention refuses.
+            ValueError: a call that the path does not have, no gradients where the pass has them, a call that cannot be
+                known (:meth:`call_of`), and what the attention refuses.
         """
         if q.shape[0] != self.num_tokens:
             raise ValueError(f"q has {q.shape[0]} rows, this part has {self.num_tokens}")
@@ -471,8 +452,8 @@ class Branch(PackedRows):
             )
 
     def check_module(self, module: Any) -> None:
-        """Raises ValueError if a module is in training mode in one pass of a walk, and not in another, or if its
-        parameters have been written into in between: all passes of a walk are one function."""
+        """Raises ValueError if a module's mode or its parameters have changed between two passes of a walk: all passes
+        are one function."""
         if self._modes.setdefault(module, module.training) != module.training:
             now, before = ("training" if mode else "evaluation" for mode in (module.training, not module.training))
             raise ValueError(
@@ -491,11 +472,7 @@ class Branch(PackedRows):
 
     def call_of(self, layer: Hashable) -> int:
         """The number of this call of a layer in the part's forward; every call of the layer gets one. A call that is
-        recomputed in the backward has the number that it had in the forward.
-
-        Raises:
-            ValueError: a layer that ran several times is recomputed, and it cannot be known which call that is.
-        """
+        recomputed in the backward has the number that it had in the forward. ValueError if that cannot be known."""
         calls = self._calls.setdefault(layer, [])
         if not self._done:
             region = None if torch.compiler.is_compiling() else checkpointed()
@@ -530,11 +507,7 @@ class Branch(PackedRows):
             self._kept[key].made = tensors
 
     def kept_above(self, key: Hashable) -> tuple[torch.Tensor, ...]:
-        """The tensors that the path keeps under a key; their gradients arrive in the trunk that made them.
-
-        Raises:
-            ValueError: nothing is kept there.
-        """
+        """The tensors that the path keeps under a key; their gradients arrive in the trunk that made them."""
         for branch in self._above:
             if key in branch._kept:
                 found: tuple[torch.Tensor, ...] = _Read.apply(self.anchor, branch._kept[key])
@@ -543,11 +516,7 @@ class Branch(PackedRows):
 
     def of_path(self, call: tuple[Hashable, int]) -> list[torch.Tensor]:
         """The tensors that the path keeps of a call of a layer, [rows of the path, ...] each; none where there is no
-        path. Their gradients arrive in the trunks that made them.
-
-        Raises:
-            ValueError: a part above did not run that call.
-        """
+        path. Their gradients arrive in the trunks that made them."""
         pieces = [
             [kept[:rows] for kept in _Read.apply(self.anchor, self._keys(above, call))]
             for above, (_, rows) in zip(self._above, self.part.path, strict=True)
@@ -576,7 +545,7 @@ class Branch(PackedRows):
             kept.reserve()
 
     def backward(self, loss: torch.Tensor | None, inputs: Sequence[torch.Tensor] | None = None) -> None:
-        """Run the backward from the part's loss (None: it has none) and from the gradients of kept tensors.
+        """Run the backward from the part's loss, if it has one, and from the gradients of kept tensors.
 
         inputs: the leaves whose gradients are computed, all by default.
         """

@@ -1,7 +1,4 @@
-"""A canary for training runs: log-probs of a few rollouts computed alone, compared with the packed ones.
-
-Tests cover the models, adapters and versions that their authors thought of. This covers the run that it is called in.
-"""
+"""A canary for training runs: log-probs of a few rollouts computed alone, compared with the packed ones."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from dualkv.arrays import check_model, positive
 from dualkv.data.packing import PackedBatch
 from dualkv.data.trees import PackedSequences
-from dualkv.draws import seed_all
+from dualkv.draws import seed_all, untouched
 from dualkv.layout import Layout
 
 # Alarm above FACTOR times what rounding does to rollouts packed by themselves, and OUTLIERS times that in one token.
@@ -33,7 +30,6 @@ FACTOR, OUTLIERS = 4.0, 10.0
 LEAST, MOST = 0.5, 8.0
 TF32 = 2.0**-10
 CHUNK = 256  # rows of logits in fp32 at a time
-MOST_NUMBERS = 2**24  # of a buffer that may be written to; larger ones are quantized weights
 # The dtypes of products. Of fp64 models too some layers compute in fp32.
 COMPUTED = (torch.float32, torch.bfloat16, torch.float16)
 DROPOUT = nn.modules.dropout._DropoutNd
@@ -67,8 +63,7 @@ def bound(dtype: torch.dtype, scale: float, layers: int, rounding: float, device
         dtype: of the model's products.
         scale: standard deviation of a row's logits: relative errors of hidden states become errors of its size.
         layers: of the decoder, whose roundings add up as a random walk does.
-        rounding: nats, root mean square: how far rollouts that are packed by themselves, and so share their row with
-            nobody, are from the same rollouts without a layout. They run in other kernels, and choose other experts.
+        rounding: nats, root mean square: the distance of rollouts packed by themselves from those without a layout.
         device: GPUs may multiply fp32 in TF32.
     """
     eps = torch.finfo(dtype).eps
@@ -96,21 +91,16 @@ def packed_vs_separate(
 
     Call this every some steps between a forward and the optimizer's step, in the trainer's autocast, on all ranks that
     share the model's weights or communicate in its forward. Each rollout takes two forwards of its P + R tokens: one
-    as any model computes it, `model(input_ids=...)`, and one packed by itself, whose distance from the first is
-    rounding (see :func:`bound`). The model runs as it is wrapped, in its present mode. Dropout modules (`nn.Dropout`
-    and its kin) are off meanwhile; other noise of training, such as NEFTune's, counts as a difference. Random states
-    and the model's buffers are as before afterwards, and no gradients are computed.
-
-    A fault that is as large in a rollout packed by itself is seen only above MOST steps of the dtype. The check of
-    :func:`dualkv.integrations.transformers.enable` finds such faults.
+    as any model computes it, and one packed by itself, whose distance from the first is rounding (see :func:`bound`).
+    The model runs in its present mode. Dropout modules are off meanwhile; other noise of training, such as NEFTune's,
+    counts as a difference. Random states and buffers are as before afterwards, and no gradients are computed.
 
     Args:
         model: a transformers model or a wrapper around one, whose output has `logits`.
         batch: what :func:`dualkv.pack`, `pack_padded` or `pack_sequences` returned, on the model's device.
         logp: [M] the packed log-probs that the trainer computed with the present weights; then its head and its layout
-            are tested too. Without them, and where dropout was active in them (the model is in training mode and has
-            dropout modules), the model runs the whole batch once more with `dualkv=batch.layout`. Sharded rows need
-            them: all M on every rank.
+            are tested too. Without them, and where dropout was active in them, the model runs the whole batch once more
+            with `dualkv=batch.layout`. Sharded rows need them: all M on every rank.
         rollouts: how many are computed alone; the same number on every rank, which runs as many forwards.
         seed: picks the rollouts; pass the step, so that others are picked each time.
         temperature: divides the logits, as in `logp`.
@@ -127,7 +117,7 @@ def packed_vs_separate(
     Raises:
         ValueError: `error`, and a difference that rounding does not explain; log-probs of another shape; a batch with
             images without `media`; a model whose output has no logits.
-        TypeError: a batch of another kind, such as a part of a walk; log-probs that are no tensor.
+        TypeError: a batch of another kind; log-probs that are no tensor.
     """
     check_model(model)
     if not isinstance(batch, PackedBatch | PackedSequences):
@@ -218,15 +208,8 @@ def quiet(model: nn.Module, device: torch.device, seed: int) -> Iterator[tuple[C
     Yields a function after which equal calls draw equal noise, and whether dropout was on.
     """
     noisy = [part for part in model.modules() if isinstance(part, DROPOUT) and part.training and part.p > 0]
-    buffers = [
-        (module, name, x, x.clone())
-        for module in model.modules()
-        for name, x in module._buffers.items()
-        if x is not None and not x.is_meta and x.numel() <= MOST_NUMBERS
-    ]
     devices = [x for x in {device, *(x.device for x in model.parameters())} if x.type == "cuda"]
-
-    with torch.random.fork_rng(devices), torch.no_grad():
+    with untouched(model, devices), torch.no_grad():
         for part in noisy:
             part.training = False
         try:
@@ -234,15 +217,11 @@ def quiet(model: nn.Module, device: torch.device, seed: int) -> Iterator[tuple[C
         finally:
             for part in noisy:
                 part.training = True
-            for module, name, x, before in buffers:
-                module._buffers[name] = x
-                if not torch.equal(x, before):  # `_version` does not count what batch norm writes
-                    x.copy_(before)
 
 
 def _logits(model: nn.Module, rows: torch.Tensor, **inputs: Any) -> torch.Tensor:
     """[n, V] the logits of `rows` [n] in a call [1, T]."""
-    known = _arguments(model)
+    known = {name for cls in {type(m) for m in model.modules()} for name in inspect.signature(cls.forward).parameters}
     inputs = {name: value for name, value in inputs.items() if name != "use_cache" or name in known}
     if "logits_to_keep" in known:
         inputs["logits_to_keep"] = rows
@@ -252,11 +231,6 @@ def _logits(model: nn.Module, rows: torch.Tensor, **inputs: Any) -> torch.Tensor
     if hasattr(logits, "full_tensor"):  # of a head that is split over ranks
         logits = logits.full_tensor()
     return logits[0] if "logits_to_keep" in known and logits.shape[1] == len(rows) else logits[0, rows]
-
-
-def _arguments(model: nn.Module) -> set[str]:
-    """The names of all arguments of the forwards of a model and its submodules."""
-    return {name for cls in {type(m) for m in model.modules()} for name in inspect.signature(cls.forward).parameters}
 
 
 def _packed(

@@ -51,18 +51,10 @@ class ContextShard(Shard):
         """Gather the rows of all ranks in packed order, like :meth:`Shard.gather`."""
         return super().gather(x, dim).index_select(dim, self.places.to(x.device))
 
-    def attention(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        softmax_scale: float | None = None,
-        deterministic: bool = False,
-        **features: Unpack[FeatureArguments],
-    ) -> torch.Tensor:
+    def attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run attention like :meth:`Shard.attention`, for any number of heads. The gradient of sinks is that of this
         rank's rows."""
-        return self.attention_with_lse(q, k, v, softmax_scale, deterministic, **features)[0]
+        return self.attention_with_lse(*args, **kwargs)[0]
 
     def attention_with_lse(
         self,
@@ -145,7 +137,7 @@ class _Exchange:
 
 
 class _Heads(NamedTuple):
-    """A piece of the heads: KV heads, and the query heads that read them."""
+    """A piece of the KV heads, and the query heads that read them."""
 
     kv: slice
     q: slice

@@ -30,12 +30,7 @@ def shares(segments: Segments, ranks: int) -> list[list[list[Range]]]:
     is the packed one, which leaves short groups whole. If large groups make that uneven, the rows of all groups are
     ordered by their numbers of visible keys.
 
-    Pairs are those of attention without a window. The rows are the same in all layers, and a layer with a window has
-    few pairs beside the others; a model that has windows alone would share them more evenly by another order.
-
-    Args:
-        segments: of a multiple of `ranks` rows.
-        ranks: 1 or more.
+    Pairs are those of attention without a window, as the rows are the same in all layers.
 
     Returns:
         For each rank two lists of ranges, each ascending and with one range of a group at most.
@@ -112,13 +107,7 @@ def rows_of(ranges: Sequence[Range]) -> IntArray:
 # ---------------------------------------------------------------- what a range of rows sees
 def _above(segments: Segments, own: Range, window: Window | None) -> list[tuple[int, Range]]:
     """The segments on the path of a range's first row, from the root on, and the keys of each that the range's rows see
-    before the range.
-
-    Args:
-        segments: of the layout.
-        own: rows of one group.
-        window: rows that it hides from all of them are left out. Chunks stay as they are: the path begins with one.
-    """
+    before the range. Rows that the window hides from all of them are left out."""
     offsets, begin = segments.offsets, own[0]
     upwards = [int(segments.segment_of_row[begin])]
     while segments.parent[upwards[-1]] >= 0:
@@ -132,12 +121,12 @@ def _above(segments: Segments, own: Range, window: Window | None) -> list[tuple[
 
 
 def path_of(segments: Segments, own: Range, window: Window | None = None) -> list[Range]:
-    """The rows that a range's rows see and that precede it; arguments of :func:`_above`. Ascending."""
+    """The rows that a range's rows see and that precede it, ascending."""
     return [one for _, one in _above(segments, own, window) if one[0] < one[1]]
 
 
 def _segments_of(segments: Segments, own: Range, window: Window | None) -> tuple[list[int], list[int]]:
-    """(lengths, parents): segments of the path's rows and the range's; arguments of :func:`_above`."""
+    """(lengths, parents): segments of the path's rows and the range's."""
     offsets, parent, (begin, end) = segments.offsets, segments.parent, own
     first, last = (int(s) for s in segments.segment_of_row[[begin, end - 1]])
     above = _above(segments, own, window)
@@ -167,13 +156,7 @@ NOTHING = Part(np.arange(0), np.arange(0), None)
 
 
 def part_of(layout: Layout, ranges: Sequence[Range], window: Window | None = None) -> Part:
-    """Attention of some rows.
-
-    Args:
-        layout: of all rows.
-        ranges: one or more, each of rows of one group, one of a group at most.
-        window: see :func:`path_of`.
-    """
+    """Attention of some rows of a layout: one or more ranges, one of a group at most."""
     keys: list[IntArray] = []
     asked: list[IntArray] = []
     lengths: list[int] = []
@@ -222,8 +205,7 @@ class Stage(NamedTuple):
 
 
 def stages(layout: Layout, of_ranks: list[list[list[Range]]], rank: int, window: Window | None = None) -> list[Stage]:
-    """Plan the stages of attention, one for each of the two parts of every rank, in order; of_ranks are
-    :func:`shares`."""
+    """Plan the stages of a rank's attention, one for each of its two parts; of_ranks: :func:`shares`."""
     segments, device = layout._segments, layout.device
     own = [sorted(chain.from_iterable(of_rank)) for of_rank in of_ranks]
     place = np.full(segments.total, -1)

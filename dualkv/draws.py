@@ -1,22 +1,24 @@
 """Random draws of a model in training, made comparable: every draw is one number, the same in every call.
 
-A packed call draws for each of its rows once. Dropout, jitter of routers and sampled experts are unbiased so, and the
-rollouts of a group share the draws of their prompt. :class:`Draws` makes the draws of a packed call and of replicated
+A packed call draws for each of its rows once. :class:`Draws` makes the draws of a packed call and of replicated
 sequences equal. What differs then is what packed rows change: noise whose size depends on the length of the row, and
-statistics over rows. Draws that a call makes once for all of its rows are listed, so that their effect can be seen.
+statistics over rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 Shape = tuple[int, ...]
 SAMPLES = 512  # of a draw, for its extremes
+MOST_NUMBERS = 2**24  # of a buffer that may be written to; larger ones are quantized weights
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -37,6 +39,25 @@ def random_states(device: torch.device) -> list[torch.Tensor]:
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
+@contextmanager
+def untouched(module: nn.Module | None, devices: Iterable[torch.device]) -> Iterator[None]:
+    """Leave random states, and the buffers of a module, such as the statistics of norms in training, as they were."""
+    buffers = [
+        (part, name, x, x.clone())
+        for part in (() if module is None else module.modules())
+        for name, x in part._buffers.items()
+        if x is not None and not x.is_meta and x.numel() <= MOST_NUMBERS
+    ]
+    with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
+        try:
+            yield
+        finally:
+            for part, name, x, before in buffers:
+                part._buffers[name] = x
+                if not torch.equal(x, before):  # `_version` does not count what batch norm writes
+                    x.copy_(before)
+
+
 class Draws(TorchDispatchMode):
     """A mode in which a random operation fills its result with one number, which its arguments alone decide.
 
@@ -45,11 +66,7 @@ class Draws(TorchDispatchMode):
     """
 
     def __init__(self, of: Shape | None = None, extreme: int = 0) -> None:
-        """
-        Args:
-            of: the shape of draws that are extreme, each the least or the largest of SAMPLES; None for all.
-            extreme: -1 or 1; 0 for none.
-        """
+        """of: the shape of draws that are extreme, each the least (extreme=-1) or largest (1) of SAMPLES; None: all."""
         super().__init__()
         self.of, self.extreme = of, extreme
         self.shapes: set[Shape] = set()

@@ -16,19 +16,9 @@ ROWS = 2048  # of a product on a GPU: more leave more zeros in the last one, few
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: int = 0) -> torch.Tensor:
-    """`nn.functional.linear`, whose rows have the same bits in every call.
+    """`nn.functional.linear` of x [..., C] and weight [V, C], whose rows have the same bits in every call.
 
-    Args:
-        x: [..., C].
-        weight: [V, C].
-        bias: [V] or None.
-        rows: of a product, 0 for ROWS. On a CPU it is 1.
-
-    Returns:
-        [..., V]. Gradients are those of `nn.functional.linear`.
-
-    Raises:
-        ValueError: a weight whose rows are shared by ranks.
+    rows: of a product on a GPU, 0 for ROWS. Gradients are those of `nn.functional.linear`.
     """
     distributed = sys.modules.get("torch.distributed.tensor")  # if it is not imported, the weight is no DTensor
     if distributed is not None and isinstance(weight, distributed.DTensor):

@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,7 +17,7 @@ from torch._compile import _disable_dynamo
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dualkv.arrays import check_bool
-from dualkv.draws import Draws, random_states
+from dualkv.draws import Draws, random_states, untouched
 
 GATHERED = (
     "call the head inside of the forward of the module that gathers its weights, take logits by"
@@ -106,11 +105,7 @@ class Head:
         ]
 
     def in_front(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [n, C] -> what the head multiplies [n, C].
-
-        Raises:
-            ValueError: `before` has a weight of which this rank has a part, or does not make each row by itself.
-        """
+        """hidden [n, C] -> what the head multiplies [n, C]; ValueError for a `before` that cannot be used."""
         if self.before is None:
             return hidden
         check_rows(BEFORE, self.before, hidden)
@@ -127,9 +122,6 @@ class Head:
         """hidden [..., C] -> logits [..., V], all at a time, with gradients.
 
         The product runs in the dtype of the inputs, as a model's own head does; what follows is fp32 (fp64 for fp64).
-
-        Raises:
-            ValueError: `module` or `before` as in :func:`dualkv.response_logprobs`.
         """
         states = self.in_front(hidden.reshape(-1, hidden.shape[-1]))
         if self.module is not None:
@@ -161,11 +153,7 @@ def check_whole(name: str, tensor: torch.Tensor, instead: str = GATHERED) -> Non
 
 
 def apply(name: str, rows: Rows, states: torch.Tensor) -> torch.Tensor:
-    """rows(states), where `rows` is a part of a head.
-
-    Raises:
-        ValueError: `rows` has a weight of which this rank has a part, or makes a tensor of that kind.
-    """
+    """rows(states), where `rows` is a part of a head; ValueError if it has or makes sharded tensors."""
     try:
         made = rows(states)
     except RuntimeError as error:
@@ -208,14 +196,8 @@ def named(rows: Rows) -> str:
 @torch.no_grad()
 def check_rows(name: str, rows: Rows, like: torch.Tensor) -> None:
     """Raises ValueError if a part of a head makes other results of a row alone than beside others, or draws random
-    numbers; a module is called for it once in each mode. A weight that is zero, as those of adapters are before they
-    are trained, hides what the module will read.
-
-    Args:
-        name: of the part.
-        rows: the part.
-        like: [n, C], whose width, dtype and device the rows of the check have.
-    """
+    numbers; a module is called for it once in each mode, with rows like those of `like` [n, C]. A weight that is zero,
+    as those of adapters are before they are trained, hides what the module will read."""
     owner = _owner(rows)
     modes = () if owner is None else tuple((type(part), part.training) for part in owner.modules())
     if owner is not None and modes in _PASSED.setdefault(owner, set()):
@@ -224,7 +206,7 @@ def check_rows(name: str, rows: Rows, like: torch.Tensor) -> None:
     expected = f"expected each row by itself, and the same twice: {INSTEAD}"
     some = torch.randn(ROWS, like.shape[1], generator=torch.Generator().manual_seed(0), device="cpu")
     some = (some * 4.0 ** torch.arange(ROWS, device="cpu")[:, None]).to(like)
-    with _untouched(owner, device):
+    with untouched(owner, [device]), torch.autocast(*autocast_now(device.type), cache_enabled=False):
         before = random_states(device)
         together = apply(name, rows, some)
         try:
@@ -234,9 +216,12 @@ def check_rows(name: str, rows: Rows, like: torch.Tensor) -> None:
             raise ValueError(f"{what} does not run on one row ({says}), {expected}") from error
         if not all(map(torch.equal, before, random_states(device))):
             draws = [Draws(extreme=extreme) for extreme in (-1, 1)]
-            least, most = (_under(each, rows, some) for each in draws)
+            found = []
+            for each in draws:
+                with each:
+                    found.append(rows(some))
             # PEFT draws one number where it drops no module. Dropout may show only once its adapter is trained.
-            if _differs(least, most) > 0 or any(math.prod(shape) > 1 for shape in draws[0].shapes):
+            if _differs(*found) > 0 or any(math.prod(shape) > 1 for shape in draws[0].shapes):
                 raise ValueError(f"{what} draws random numbers, {expected}")
     if (differs := _differs(alone, together)) > BOUND:
         raise ValueError(
@@ -245,11 +230,6 @@ def check_rows(name: str, rows: Rows, like: torch.Tensor) -> None:
         )
     if owner is not None:
         _PASSED[owner].add(modes)
-
-
-def _under(draws: Draws, rows: Rows, states: torch.Tensor) -> torch.Tensor:
-    with draws:
-        return rows(states)
 
 
 def _differs(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -264,22 +244,6 @@ def _differs(a: torch.Tensor, b: torch.Tensor) -> float:
     return worst
 
 
-@contextmanager
-def _untouched(owner: nn.Module | None, device: torch.device) -> Iterator[None]:
-    """Restores random state and buffers, such as the statistics of norms in training, and keeps no casts of weights."""
-    kept = [] if owner is None else [(buffer, buffer.clone()) for buffer in owner.buffers()]
-    with (
-        torch.random.fork_rng([device] if device.type == "cuda" else []),
-        torch.autocast(*autocast_now(device.type), cache_enabled=False),
-    ):
-        try:
-            yield
-        finally:
-            for buffer, was in kept:
-                if not torch.equal(buffer, was):
-                    buffer.copy_(was)
-
-
 def autocast_now(device: str) -> tuple[str, torch.dtype, bool]:
     """The arguments of `torch.autocast` that are in force: device, dtype, whether it is on."""
     return device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
@@ -290,11 +254,7 @@ KNOWN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def of_weight(weight: torch.Tensor) -> Head:
-    """The head that is a weight [V, C] alone.
-
-    Raises:
-        ValueError: the weight is known to be a model's head, and not all of it.
-    """
+    """The head that is a weight [V, C] alone; ValueError for a weight that is known to be a part of a model's head."""
     check_tensor("head", weight, expected="a floating point tensor or a dualkv.Head")
     if weight.dim() != 2:
         raise ValueError(f"head must have two dimensions [V, C], got shape {tuple(weight.shape)}")

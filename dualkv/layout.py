@@ -25,7 +25,6 @@ from dualkv.arrays import (
     length_array,
     length_arrays,
     outside_inference_mode,
-    positive,
 )
 from dualkv.prefixes import read_sequences
 from dualkv.segments import Segments, remember
@@ -76,9 +75,7 @@ class Layout:
         """Segments in depth-first order.
 
         Args:
-            offsets: [S+1] integers from 0 upwards: first packed row of each segment, then the total T.
-            parent: [S] integers: the earlier segment that each segment continues, -1 for a prompt.
-            device: of the per-token tensors.
+            offsets, parent, device: as the attributes, in any container of integers.
 
         Raises:
             ValueError: offsets that do not start at 0 or decrease, a parent that comes later or crosses groups.
@@ -161,12 +158,7 @@ class Layout:
     ) -> Layout:
         """The layout in which :func:`dualkv.pack_sequences` packs these sequences, with every shared prefix once.
 
-        Args:
-            sequences, min_shared: as for :func:`dualkv.pack_sequences`.
-            device: of the per-token tensors.
-
-        Raises:
-            ValueError, TypeError: as for :func:`dualkv.pack_sequences`.
+        sequences, min_shared: as there. device: of the per-token tensors.
         """
         _, shared, _ = read_sequences(sequences, min_shared)
         tree = shared.at_least(min_shared).tree()
@@ -199,25 +191,20 @@ class Layout:
         """
         return self._asking_less(self._segments.lengths[self._segments.roots])
 
-    def without_queries(self, rows: int | Sequence[int]) -> Layout:
-        """Return the layout for calls that do not use the first rows of out and lse, whose gradients are zero there:
-        the rows above a part of a tree. Kernels skip these rows as for :meth:`without_prompt_queries`, in any segments.
+    def without_queries(self, rows: Lengths) -> Layout:
+        """Return the layout for calls that do not use the first rows of out and lse of some groups, whose gradients are
+        zero there: the rows above a part of a tree. Kernels skip these rows as for :meth:`without_prompt_queries`.
 
         Args:
-            rows: of the first group, 1 or more and fewer than it has; or of each group, 0 or more.
+            rows: of each group, 0 or more and fewer than it has; 0 of the last groups may be left out.
 
         Raises:
             ValueError: another number of rows.
             TypeError: no integers.
         """
         of_groups = self._segments.group_rows
-        if not isinstance(rows, Sequence | np.ndarray):
-            first = int(of_groups[0]) if len(of_groups) else 0
-            number = positive("rows", rows)
-            if number >= first:
-                raise ValueError(f"rows is {number}, expected fewer than the {first} of the first group")
-            return self._asking_less(np.concatenate([[number], np.zeros(len(of_groups) - 1, np.int64)]))
         silent = int_array("rows", rows)
+        silent = np.append(silent, np.zeros(max(0, len(of_groups) - len(silent)), np.int64))
         if len(silent) != len(of_groups) or (silent < 0).any() or (silent >= np.maximum(of_groups, 1)).any():
             raise ValueError(f"rows is {rows}, expected a number for each group, fewer than {of_groups.tolist()}")
         return self._asking_less(silent)
@@ -231,7 +218,7 @@ class Layout:
         return Layout(segments, *tensors, self.device)
 
     def _check_of_all_rows(self, name: str) -> None:
-        """ValueError for a layout without some queries, as the argument `name` of what runs one layer after another."""
+        """ValueError for a layout without some queries, as the argument `name` of a model."""
         if self._segments.silent is not None:
             raise ValueError(
                 f"{name} is a layout without some queries (without_prompt_queries or such), expected one of all rows: "
@@ -244,11 +231,10 @@ class Layout:
 
         :func:`dualkv.response_logprobs`, :func:`dualkv.walk` and `unpack` of values with gradients raise ValueError
         for a layout that no attention has used: `enable` or `dualkv=` was forgotten, and every row saw all rows before
-        it. An enabled model raises it for a batch's `input_ids` without the layout. :func:`dualkv.attention` and the
-        ops below it note their layout, and so do layouts that are made of it (`to`, shards, parts of a walk); copies
-        and pickles are layouts of their own. Call this first where attention runs elsewhere: on another pipeline
-        stage, in another process, in a CUDA graph that was captured with another layout, in separate sequences, or in a
-        function of your own.
+        it. :func:`dualkv.attention` notes its layout, and so do layouts that are made of it (`to`, shards, parts of a
+        walk); copies and pickles are layouts of their own. Call this first where attention runs elsewhere: on another
+        pipeline stage, in another process, in a CUDA graph that was captured with another layout, in separate
+        sequences, or in a function of your own.
         """
         self._segments.use.seen = self._segments.use.elsewhere = True
 
@@ -320,29 +306,6 @@ class Layout:
     def visible_end(self) -> torch.Tensor:
         """[T] int32: query row q sees key row k iff k <= q < visible_end[k]."""
         return self._tensor("visible_end", lambda: self._segments.visible_end, torch.int32)
-
-    @property
-    def region_bounds(self) -> torch.Tensor:
-        """[T, 3] int32: the two key regions of each query row.
-
-        Row t sees the context `[bounds[t, 0], bounds[t, 1])` and its own segment `[bounds[t, 2], t]`. The context is
-        empty for prompt rows.
-
-        Raises:
-            ValueError: for trees of more than two levels, whose rows see more than two regions.
-        """
-        if self.depth > 2:
-            raise ValueError(f"region_bounds describes two regions a row, this layout is {self.depth} levels deep")
-
-        def bounds() -> IntArray:
-            s = self._segments
-            own = s.offsets[:-1]
-            up = np.where(s.parent >= 0, s.parent, 0)
-            begin = np.where(s.parent >= 0, own[up], own)
-            end = np.where(s.parent >= 0, s.offsets[1:][up], own)
-            return np.stack([begin, end, own], 1)[s.segment_of_row]
-
-        return self._tensor("region_bounds", bounds, torch.int32)
 
     # ------------------------------------------------------------------ as a value
     def __reduce__(self) -> tuple[Any, ...]:

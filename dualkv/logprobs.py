@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
-from dualkv.arrays import IntArray, check_bool, positions, positive
+from dualkv.arrays import IntArray, check_bool, positive, to_device
 from dualkv.data.packing import PackedBatch
 from dualkv.data.parts import TreePart
 from dualkv.data.rows import check_used
@@ -28,18 +28,15 @@ from dualkv.heads import MODULE, Head, Rows, apply, autocast_now, check_rows, ch
 class Chunk(NamedTuple):
     """Rows u0..u1 of the distinct predicting rows, and tokens t0..t1 (in the order of those rows) that they predict.
 
-    Rows of the chunk that predict several tokens, and the places of these tokens in the chunk, lie at a0..a1 and b0..b1
-    of two lists over all chunks.
+    several, of_several: on the host, the rows of the chunk that predict several tokens, and these tokens in the chunk.
     """
 
     u0: int
     u1: int
     t0: int
     t1: int
-    a0: int
-    a1: int
-    b0: int
-    b1: int
+    several: torch.Tensor
+    of_several: torch.Tensor
 
 
 def response_logprobs(
@@ -115,7 +112,7 @@ def response_logprobs(
     _check_targets(batch.targets, vocabulary)
 
     # Tokens in the order of the rows that predict them; the rows, each once; the place among them of each token's row.
-    chunks, several = _chunks(batch._tokens_of_row, chunk_size)
+    chunks = _chunks(batch._tokens_of_row, chunk_size)
     predicting, token = batch.predict_rows.sort(stable=True)
     row = torch.zeros_like(predicting)
     torch.cumsum(predicting[1:] != predicting[:-1], 0, out=row[1:])
@@ -130,7 +127,7 @@ def response_logprobs(
     # On a CPU products run row by row, and one row alone is summed by several threads.
     fixed = (chunk_size if states.is_cuda else 2) if head.batch_invariant else None
     settings = (divides, cap, factor), compiled, kept_chunks if differentiable else 0, fixed
-    found = _HeadLogProbs.apply(states, rows, token, row, targets, chunks, several, called, *settings, *tensors)
+    found = _HeadLogProbs.apply(states, rows, token, row, targets, chunks, called, *settings, *tensors)
     return cast(tuple[torch.Tensor, torch.Tensor], found)
 
 
@@ -189,18 +186,16 @@ def _check_targets(targets: torch.Tensor, vocabulary: int) -> None:
         raise ValueError(f"response token {wrong} is outside the vocabulary, the head makes {vocabulary} logits")
 
 
-def _chunks(tokens_of_row: IntArray, chunk_size: int) -> tuple[list[Chunk], tuple[IntArray, IntArray]]:
-    """Chunks of the predicting rows with the tokens they predict, and the two lists of :class:`Chunk`; from host
-    numbers only."""
-    row_ends = np.append(np.arange(0, len(tokens_of_row), chunk_size), len(tokens_of_row))
-    tokens = np.append(0, np.cumsum(tokens_of_row))
-    several = np.flatnonzero(tokens_of_row > 1)
-    count = tokens_of_row[several]
-    row_of_token = np.repeat(several, count)
-    place = tokens[row_of_token] + positions(count) - tokens[row_of_token // chunk_size * chunk_size]
-    ends = [row_ends, tokens[row_ends], *(np.searchsorted(x, row_ends) for x in (several, row_of_token))]
-    pairs = np.stack([x for each in ends for x in (each[:-1], each[1:])], 1)
-    return [Chunk(*pair) for pair in pairs.tolist()], (several % chunk_size, place)
+def _chunks(tokens_of_row: IntArray, chunk_size: int) -> list[Chunk]:
+    """Chunks of the predicting rows with the tokens that they predict, from host numbers alone."""
+    tokens = np.append(0, np.cumsum(tokens_of_row)).tolist()
+    found = []
+    for begin in range(0, len(tokens_of_row), chunk_size):
+        counts = tokens_of_row[begin : begin + chunk_size]
+        end, several = begin + len(counts), counts > 1
+        of_chunk = (torch.from_numpy(np.flatnonzero(x)) for x in (several, np.repeat(several, counts)))
+        found.append(Chunk(begin, end, tokens[begin], tokens[end], *of_chunk))
+    return found
 
 
 # (temperature, or None for 1; cap; factor in front of it): `z = cap * tanh(s * factor / cap) / temperature`, of
@@ -265,8 +260,7 @@ def _compiled_gradient(
     g_entropy: torch.Tensor | None,
     target: torch.Tensor,
 ) -> torch.Tensor:
-    """d loss / d logits [u, V] in their dtype, for rows that predict one token each, target [u]: one pass over the
-    logits where it is compiled."""
+    """d loss / d logits [u, V] in their dtype, for rows that predict one token each, target [u]."""
     d = _logits_gradient(logits, scale, lse, entropy, g_logp, g_entropy)
     column = torch.arange(logits.shape[1], device=logits.device)
     d = d + torch.where(column == target[:, None], g_logp[:, None], 0.0)
@@ -276,11 +270,8 @@ def _compiled_gradient(
 def _gradient(
     given: Sequence[Any], row: torch.Tensor, targets: torch.Tensor, g_token: torch.Tensor | None
 ) -> torch.Tensor:
-    """d loss / d logits [u, V] in their dtype.
-
-    given: the arguments of :func:`_logits_gradient`. row, targets and g_token [t]: the row, column and gradient of each
-    token.
-    """
+    """d loss / d logits [u, V] in their dtype, by the arguments of :func:`_logits_gradient` and the row, column and
+    gradient of each token [t]."""
     d, (logits, scale, *_) = _logits_gradient(*given), given
     if g_token is not None:
         _add_at(d.view(-1), row * d.shape[1] + targets, g_token)
@@ -399,7 +390,6 @@ class _HeadLogProbs(torch.autograd.Function):
     """U predicting rows, M tokens in the order of their rows.
 
     rows [U]: of hidden. token [M]: place of each token in the results. row [M]: place of its row among the U.
-    several: rows that predict several tokens and the places of these, of all chunks (:class:`Chunk`).
     fixed: rows of each of the head's products in the forward, and of the sums over their columns, whose order depends
         on the number of rows too; None: those of the chunk.
     tensors: the weight [V, C] and the bias [V] or None; of a head that is called, the leaves of its graph.
@@ -414,7 +404,6 @@ class _HeadLogProbs(torch.autograd.Function):
         row: torch.Tensor,
         targets: torch.Tensor,  # [M]
         chunks: list[Chunk],
-        several: tuple[IntArray, IntArray],
         called: _Called | None,
         scale: Scale,
         compiled: bool,
@@ -429,7 +418,7 @@ class _HeadLogProbs(torch.autograd.Function):
         lse, entropy = hidden.new_empty(2, len(rows), dtype=dtype).unbind()
         ctx.kept = {}  # by the first row of a chunk
         with torch.autocast(hidden.device.type, enabled=False):
-            for u0, u1, t0, t1, *_ in chunks:
+            for u0, u1, t0, t1, _, _ in chunks:
                 states, n = hidden.index_select(0, rows[u0:u1]), u1 - u0
                 if fixed is not None and n < fixed:
                     states = torch.cat([states, states.new_zeros(fixed - n, states.shape[1])])
@@ -446,15 +435,14 @@ class _HeadLogProbs(torch.autograd.Function):
                 del logits  # before the next chunk makes its own
         ctx.save_for_backward(hidden, rows, token, row, targets, lse, entropy, *tensors)
         ctx.set_materialize_grads(False)
-        ctx.chunks, ctx.several, ctx.called = chunks, several, called
-        ctx.scale, ctx.compiled = scale, compiled
+        ctx.chunks, ctx.called, ctx.scale, ctx.compiled = chunks, called, scale, compiled
         return logp, token_entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_logp: torch.Tensor | None, g_entropy: torch.Tensor | None) -> tuple[Any, ...]:
         hidden, rows, token, row, targets, lse, entropy, *tensors = ctx.saved_tensors
-        wants_hidden, wants = ctx.needs_input_grad[0], ctx.needs_input_grad[12:]
+        wants_hidden, wants = ctx.needs_input_grad[0], ctx.needs_input_grad[11:]
         called, scale = ctx.called, ctx.scale
         # Gradients of tokens in the order of their rows, and their sum over the tokens of a row.
         row_logp, row_entropy = torch.zeros_like(lse), None
@@ -463,14 +451,11 @@ class _HeadLogProbs(torch.autograd.Function):
         if g_entropy is not None:
             row_entropy = _add_at(torch.zeros_like(lse), row, g_entropy.index_select(0, token))
         gradient = _chosen(_compiled_gradient, True) if ctx.compiled else None
-        # Not waited for: the host is ahead of the GPU.
-        several = [torch.from_numpy(x).to(hidden.device, non_blocking=True) for x in ctx.several if ctx.compiled]
-
         d_hidden = torch.zeros_like(hidden) if wants_hidden else None
         sums = [torch.zeros_like(x, dtype=lse.dtype) if want else None for x, want in zip(tensors, wants, strict=True)]
         in_place = _adds_products(hidden.device, hidden.dtype)
         with torch.autocast(hidden.device.type, enabled=False):
-            for u0, u1, t0, t1, a0, a1, b0, b1 in ctx.chunks:
+            for u0, u1, t0, t1, several, of_several in ctx.chunks:
                 states = hidden.index_select(0, rows[u0:u1])
                 made = d_states = None
                 if called is not None:
@@ -489,12 +474,12 @@ class _HeadLogProbs(torch.autograd.Function):
                     target = place.new_full((u1 - u0,), -1)
                     target[place] = columns  # of rows with several tokens any of them
                     d = gradient(logits, scale, *of_rows, target)
-                    if a1 > a0:
-                        at, some = several[0][a0:a1], several[1][b0:b1]
-                        rank = target.scatter_(0, at, torch.arange(a1 - a0, device=at.device))
+                    if len(several):
+                        at, some = (to_device(x, hidden.device) for x in (several, of_several))
+                        rank = target.scatter_(0, at, torch.arange(len(at), device=at.device))
                         g_token = None if g_token is None else g_token[some]
-                        of_several = [None if x is None else x[at] for x in of_rows]
-                        d[at] = _gradient([logits[at], scale, *of_several], rank[place[some]], columns[some], g_token)
+                        given = [logits[at], scale, *(None if x is None else x[at] for x in of_rows)]
+                        d[at] = _gradient(given, rank[place[some]], columns[some], g_token)
                 del logits
                 if made is not None:
                     d_states = _add_gradients(made, states, tensors, sums, d)
@@ -509,7 +494,7 @@ class _HeadLogProbs(torch.autograd.Function):
                     sums[1].add_(d.sum(0, dtype=lse.dtype))
                 del d
         found = (None if s is None else s.to(x.dtype) for x, s in zip(tensors, sums, strict=True))
-        return d_hidden, *[None] * 11, *found
+        return d_hidden, *[None] * 10, *found
 
 
 def _logits(
@@ -532,8 +517,7 @@ def _add_gradients(
     sums: Sequence[torch.Tensor | None],
     d: torch.Tensor,
 ) -> torch.Tensor | None:
-    """Adds the gradients of leaves to `sums`, and returns the gradient of states, where each is wanted; d [n, V] is the
-    gradient of `made`."""
+    """Adds the gradients of leaves to `sums`, and returns that of states, for d [n, V], the gradient of `made`."""
     wanted = [(x, s) for x, s in zip(leaves, sums, strict=True) if s is not None]
     inputs = [*[states] * states.requires_grad, *(x for x, _ in wanted)]
     found = list(torch.autograd.grad(made, inputs, d, allow_unused=True))

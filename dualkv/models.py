@@ -87,11 +87,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def read_config(model: str) -> Any:
     """The fields of a model's configuration: of a name in :data:`CONFIGS`, or of the path of a config.json or its
-    folder; None for others.
-
-    Raises:
-        ValueError: a file that is no JSON.
-    """
+    folder; None for others."""
     if model in CONFIGS:
         return CONFIGS[model]
     path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
@@ -109,12 +105,8 @@ def load_model(name_or_path: str, dtype: torch.dtype, device: torch.device, seed
     Args:
         name_or_path: a name in :data:`CONFIGS` (random weights) or in :data:`PACKAGED`, a local folder in Hugging
             Face's format, or a GGUF file.
-        dtype: of weights and computation.
-        device: where it lives.
+        dtype, device: of weights and computation.
         seed: of random weights; the same on every device.
-
-    Raises:
-        ValueError: no such name, folder or file; a package that is not installed.
     """
     path = Path(name_or_path)
     local = path.is_dir() or (path.suffix == ".gguf" and path.is_file())

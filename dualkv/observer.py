@@ -38,9 +38,8 @@ class Observed:
     """The training calls of a model that :func:`observe` has seen.
 
     Attributes:
-        calls: that have been read.
-        unread: calls that could not be read; `why` says why the last one could not.
-        rows: [calls] rows that the model computed, padding included.
+        unread: the number of calls that could not be read; `why` says why the last one could not.
+        rows: rows that the model computed in each call that has been read, padding included.
     """
 
     def __init__(self, model: str, labels: LabelStyle) -> None:
@@ -52,6 +51,7 @@ class Observed:
 
     @property
     def calls(self) -> int:
+        """The number of calls that have been read."""
         return len(self.rows)
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -111,12 +111,11 @@ def observe(
         dualkv.observe(model)    # before the loop; in TRL dualkv.observe(trainer.model, labels="roll")
 
     A forward pre-hook reads the sequences of each call in training mode with gradients: padded rows by their
-    attention_mask, padding-free rows by their position_ids, else each row as one sequence. Tokens are copied to the
-    host. After the last call the hook is gone. Where ranks share the work, the first one reports its own calls.
+    attention_mask, padding-free rows by their position_ids, else each row as one sequence. After the last call the hook
+    is gone. Where ranks share the work, the first one reports its own calls.
 
-    The report has rows, an estimate of the time (the cost of :class:`dualkv.data.gain.Gain`, as in `dualkv trees`), and
-    the rows of the largest call, to which the memory of activations is proportional. It is about the calls as they are,
-    and about calls of as many sequences that hold those together that begin alike, such as the rollouts of a prompt.
+    The report has rows, an estimate of the time (:class:`dualkv.data.gain.Gain`), and the rows of the largest call, of
+    the calls as they are, and of calls of as many sequences that hold those together that begin alike.
 
     Args:
         model: any module that is called with `input_ids` [B, L], wrapped or not.

@@ -50,10 +50,8 @@ class PackedRows:
         return self
 
     def attention_of(self, layer: Hashable) -> Callable[..., torch.Tensor]:
-        """The function of q, k and v of this call's rows, with further arguments of :func:`dualkv.attention`.
-
-        layer: names the layer that calls it, the same in all parts of a walk.
-        """
+        """The function of q, k and v of this call's rows, with further arguments of :func:`dualkv.attention`, for a
+        layer, which has one name in all parts of a walk."""
         raise NotImplementedError
 
 
@@ -82,11 +80,7 @@ class _Whole(PackedRows):
 
 
 def packed_rows(dualkv: object) -> PackedRows:
-    """The interface of what a call got under `dualkv=`.
-
-    Raises:
-        TypeError: neither a layout nor packed rows.
-    """
+    """The interface of what a call got under `dualkv=`; TypeError for others than layouts and packed rows."""
     if isinstance(dualkv, Layout):
         return _Whole(dualkv)
     if not isinstance(dualkv, PackedRows):

@@ -111,13 +111,10 @@ class SharedPrefixes:
     def cut_at(self, cuts: list[IntArray]) -> SharedPrefixes:
         """Return the same sequences, each in parts of its own, which do not depend on the others.
 
-        So in every selection of sequences, the segments of a path are its parts. Two sequences share a part, as a
-        whole, if all tokens and all cuts up to its end are equal. For one label a row, :meth:`one_label_a_row` comes
-        before.
+        Two sequences share a part, as a whole, if all tokens and all cuts up to its end are equal. For one label a row,
+        :meth:`one_label_a_row` comes before.
 
-        Args:
-            cuts: [N] where a new part of each sequence begins, in tokens from its beginning: ascending, from 1 to its
-                length - 1.
+        cuts: [N] where each sequence has a new part, ascending, from 1 to its length - 1.
         """
         keys: list[list[tuple[int, int]]] = [[] for _ in cuts]  # of each part, equal where sequences share it
         ranks: list[int] = []  # the last one that shares less than a number of tokens, for all such numbers
@@ -170,9 +167,6 @@ class SharedPrefixes:
             min_count: at least so many runs are made, by further cuts where these repeat the fewest tokens.
             most: sequences that a run may hold; None for any number.
             soft: a sequence beyond the budget may make a run, with sequences that it begins with.
-
-        Raises:
-            ValueError: a sequence beyond the budget and not `soft`, fewer sequences than runs.
         """
         longest = int(self.lengths.max())
         if longest > budget and not soft:
@@ -286,9 +280,7 @@ def _trie(
 ) -> tuple[list[int], list[int], list[int], list[int]]:
     """The nodes of the trie of :class:`SharedPrefixes`, made in one pass; a parent may come behind its children.
 
-    Args:
-        ends: [N] tokens of each sequence up to its cuts and its end.
-        order, common: of the sequences.
+    ends: [N] tokens of each sequence up to its cuts and its end.
 
     Returns:
         parent [K], -1 for none; end [K], tokens from the beginning to each node's end; [N] the node in which each

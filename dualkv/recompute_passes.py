@@ -38,9 +38,8 @@ class RecomputePasses(TorchDispatchMode):
     exceeds 2^64 by that reference maximum, or the reference is beyond 2^12 in powers of two, the same launch computes
     the row's tile once more, with all maxima: as exact, and in more than twice the time.
 
-    A row is judged by the log-sum-exp that the call returned, whichever backend computed it, and by scores of some keys
-    before it. Its reference lies up to 2^8 below the largest of these, and other keys may raise it. So all numbers are
-    upper bounds, and 0 says that there was no recompute pass.
+    All numbers are upper bounds, by the log-sum-exp that the call returned, whichever backend computed it, and by
+    scores of some keys before a row. 0 says that there was no recompute pass.
 
     Attributes:
         calls: of attention.

@@ -101,16 +101,8 @@ def measure_sharded_rows(
     """Measure the bytes of a row of a model whose weights are gathered for each layer, as FSDP does.
 
     What gathered weights take does not depend on rows, and few rows would take less. So this looks only at what more
-    rows take, and recomputed ones are as many as a budget of rows. The head is not measured, and no row counts less
-    than a recomputed one. Under `torch.no_grad` passes have no graph.
-
-    Args:
-        forward, input_ids: as for :func:`measure_rows`.
-        most: recomputed rows that there is memory for.
-        keeping: how trunks keep their tensors.
-
-    Raises:
-        ValueError: fewer than 2 rows, and as :func:`dualkv.walk`.
+    rows take; recomputed rows are as many as `most`, a budget of rows. The head is not measured, and no row counts
+    less than a recomputed one. Under `torch.no_grad` passes have no graph.
     """
     many = positive("most // 2", most // 2)
     few, below = min(256, many), max(1, min(many, ROWS_AT_ONCE // 2) // LONG)

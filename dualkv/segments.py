@@ -25,9 +25,8 @@ OP_TAGS = (torch.Tag.cudagraph_unsafe,)
 
 
 class Use:
-    """Whether attention ran on a layout, or on one that was made of it: `seen`, which the ops set in every forward.
-    `elsewhere`: a caller has said that it runs where the ops do not.
-    """
+    """Whether attention ran on a layout, or on one that was made of it: `seen` by the ops, or as a caller says
+    `elsewhere`."""
 
     __slots__ = ("elsewhere", "seen")
 

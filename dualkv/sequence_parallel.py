@@ -28,18 +28,7 @@ from dualkv.packed_rows import PackedRows
 
 
 def padded(layout: Layout, rows: int) -> Layout:
-    """`layout` with a segment behind it that sees itself alone; the same layout for 0 rows.
-
-    Args:
-        layout: of T rows.
-        rows: of that segment, 0 or more.
-
-    Returns:
-        A layout of T + rows rows.
-
-    Raises:
-        ValueError: fewer rows than 0.
-    """
+    """`layout` with a segment of `rows` rows behind it that sees itself alone; the same layout for 0 rows."""
     if positive("rows", rows, least=0) == 0:
         return layout
     segments = layout._segments
@@ -72,7 +61,7 @@ def _compare(kind: type, layout: Layout, group: dist.ProcessGroup) -> None:
 
 
 def check_heads(name: str, heads: int, ranks: int) -> None:
-    """Raises ValueError for a number of heads that so many ranks cannot share; name: whose heads they are."""
+    """Raises ValueError for a number of heads that so many ranks cannot share."""
     if heads % ranks:
         raise ValueError(f"{name} has {heads} heads, expected a multiple of the {ranks} sequence-parallel ranks")
 
@@ -164,22 +153,11 @@ class Shard(PackedRows):
         return self.layout.position_ids[self.rows]
 
     def attention_of(self, layer: Hashable) -> Callable[..., torch.Tensor]:
-        """:meth:`attention`, the same for every layer."""
+        """:meth:`attention`."""
         return self.attention
 
     def split(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """This rank's rows of x; zeros where the layout is padded behind them.
-
-        Args:
-            x: T rows along `dim`: as many as `layout` has, or fewer by what it is padded with.
-            dim: of the rows.
-
-        Returns:
-            num_tokens rows along `dim`.
-
-        Raises:
-            ValueError: another number of rows.
-        """
+        """This rank's num_tokens rows of x along `dim`; zeros where the layout is padded behind the rows of x."""
         rows, whole = x.shape[dim], self.layout.num_tokens
         missing = whole - rows
         if missing and not self.pads(rows):
@@ -193,19 +171,10 @@ class Shard(PackedRows):
         return x.index_select(dim, self.rows.to(x.device))
 
     def gather(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """The rows of all ranks, on every rank. Each rank's rows get their part of the gradient that the rank itself
-        computes: right where every rank computes the same loss of all rows, and gradients of weights are summed over
-        ranks.
+        """Gather num_tokens rows of each rank along `dim`: all rows on every rank, also those that pad the layout.
 
-        Args:
-            x: num_tokens rows along `dim`.
-            dim: of the rows.
-
-        Returns:
-            `layout.num_tokens` rows along `dim`, also those that pad the layout.
-
-        Raises:
-            ValueError: another number of rows.
+        Each rank's rows get their part of the gradient that the rank itself computes: right where every rank computes
+        the same loss of all rows, and gradients of weights are summed over ranks.
         """
         if x.shape[dim] != self.num_tokens:
             raise ValueError(
@@ -233,13 +202,9 @@ class Shard(PackedRows):
 
         Args:
             q: [num_tokens, H, D], H a multiple of the number of ranks.
-            k: [num_tokens, Hk, D]. Where Hk is no multiple of the number of ranks, heads are sent to several of them.
-            v: [num_tokens, Hk, Dv].
-            softmax_scale: as for :func:`dualkv.attention`.
-            deterministic: as for :func:`dualkv.attention`.
-            features: as for :func:`dualkv.attention`. Sinks [H] are of all heads and the same on every rank. The
-                gradient that a rank gets is the one of its share of the heads, and zero elsewhere: the sum over ranks
-                is whole, as for every weight whose rows are shared.
+            k, v: [num_tokens, Hk, D or Dv]. Where Hk is no multiple of the number of ranks, several get the same heads.
+            softmax_scale, deterministic, features: as for :func:`dualkv.attention`. Sinks [H] are of all heads and the
+                same on every rank. A rank's gradient is that of its share of the heads, and zero elsewhere.
 
         Returns:
             out [num_tokens, H, Dv].
@@ -260,8 +225,7 @@ class Shard(PackedRows):
         deterministic: bool = False,
         **features: Unpack[FeatureArguments],
     ) -> torch.Tensor:
-        """:meth:`attention` by `run`, a function with the arguments of :func:`dualkv.attention`, for some of the heads
-        and all rows."""
+        """:meth:`attention` by a function with the arguments of :func:`dualkv.attention`, for some of the heads."""
         call = self._checked(q, k, v, softmax_scale, features)
         check_heads("q", q.shape[1], self.world_size)
         if self.world_size == 1:
@@ -280,13 +244,11 @@ class Shard(PackedRows):
         gets equally many, each in order.
 
         Args:
-            rows: tensors [num_tokens, H, ...] of this rank's rows. All numbers of heads divide the largest one.
+            rows: tensors [num_tokens, H, ...] of this rank's rows. All numbers of heads divide the largest one, and
+                that is a multiple of the ranks.
 
         Returns:
             Tensors [rows of the layout, heads of this rank, ...]; rows are in the order of :attr:`order`.
-
-        Raises:
-            ValueError: the largest number of heads is no multiple of the ranks.
         """
         check_heads("rows", max(x.shape[1] for x in rows), self.world_size)
         return [_ToHeads.apply(self._shares(x, 1), self.group) for x in rows]
@@ -314,8 +276,7 @@ class Shard(PackedRows):
         softmax_scale: float | None,
         features: FeatureArguments,
     ) -> Call:
-        """All that :func:`dualkv.attention` checks, before anything is sent: else ranks would wait for one that raised
-        an error."""
+        """All that :func:`dualkv.attention` checks, before anything is sent: no rank waits for one that raised."""
         call = checked(q, k, v, softmax_scale, Features.given(**features))
         dispatch.check_tensors(call.q, call.k, call.v)
         call.features.check(call.q)

@@ -33,10 +33,9 @@ from dualkv.walks import (
 class KnownLoss:
     """A loss of values that is known before its backward, for :func:`walk_values`.
 
-    If it is a sum over rollouts, the gradients of a rollout's values need no others: all of them are known while a part
-    runs that predicts its last tokens. The backward compares the gradients with what comes, and carries the difference,
-    so this is exact for any loss. A loss that is no such sum costs another walk once; from then on values come first.
-    One object serves a training.
+    If it is a sum over rollouts, the gradients of a rollout's values are known while a part runs that predicts its last
+    tokens. The backward carries the difference to the gradients that come, so this is exact for any loss. A loss that
+    is no such sum costs another walk once; from then on values come first. One object serves a training.
 
     Attributes:
         of_values: the values of all tokens -> one number. Values of rollouts that are not known yet are 0.
@@ -51,11 +50,7 @@ class KnownLoss:
         self._waits = False
 
     def begin(self) -> None:
-        """Begin a walk.
-
-        Raises:
-            RuntimeError: see :func:`walk_values`.
-        """
+        """Begin a walk; RuntimeError if the one before had no backward."""
         if self._waits:
             raise RuntimeError(
                 "the backward of the values of the walk before did not run, and their loss's gradients are in the"
@@ -120,9 +115,8 @@ def walk_values(
 
     A first walk computes the values without a graph. When their gradients arrive, a second walk carries them into the
     model, with the random numbers and the autocast of the first one. This is exact for any differentiable loss. It
-    costs one more forward of all rows but those of the first trunks, whose keys and values wait, unless the batch fits
-    into one part. Parameters must not change in between. With a `loss` that is a sum over rollouts one walk does
-    both: the gradients of a part's tokens are known when it runs.
+    costs one more forward of all rows but those of the first trunks, unless the batch fits into one part. Parameters
+    must not change in between. With a `loss` that is a sum over rollouts one walk does both.
 
     Args:
         batch, budget, gradients, on_host: as for :func:`walk`.

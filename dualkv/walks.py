@@ -12,9 +12,7 @@
 A part reads the keys and values of the path above it. Trunks, which parts below read, run twice: first without a graph,
 for their keys, values and states, and with a graph once all parts below are done. That second pass has the trunk's own
 loss, and the summed gradients of what it kept. So rows of one pass at a time have a graph, and a row of a trunk that
-waits takes its keys, values and their gradients alone. The cost is one more forward of the trunks' rows. The first pass
-is a checkpoint: where layers would be recomputed, those of small parts may keep all, and the trunk costs what it costs
-in one recomputed pass. The sums are those of the whole tree, in another order.
+waits takes its keys, values and their gradients alone. The cost is one more forward of the trunks' rows.
 """
 
 from __future__ import annotations
@@ -49,8 +47,8 @@ class Pass:
 
     Attributes:
         branch: for `model(..., dualkv=branch)`.
-        has_graph: whether it has one. Passes of trunks that come first have none.
-        is_last_graph: whether it has the last graph of all, on all ranks: behind its backward gradients are complete.
+        has_graph: False for first passes of trunks.
+        is_last_graph: whether gradients of all ranks are complete behind its backward.
     """
 
     def __init__(self, branch: Branch, has_graph: bool, state: State) -> None:
@@ -79,16 +77,13 @@ class Pass:
 
     @property
     def kind(self) -> Literal["F", "G"]:
-        """F without a graph, G with one. Ranks that gather parameters in each pass must run passes of one kind
-        together."""
+        """F without a graph, G with one."""
         return "G" if self.has_graph else "F"
 
     def zero_loss(self, hidden: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        """Make a loss of zero, for passes without one that FSDP2 must see.
+        """Make a loss of zero of the last hidden states, for passes without one that FSDP2 must see.
 
-        Args:
-            hidden: the last hidden states.
-            weights: parameters that losses use behind them, such as the head's, so that all ranks have their gradients.
+        weights: parameters that losses use behind them, such as the head's, so that all ranks have their gradients.
         """
         return hidden.flatten()[:0].sum() + sum((weight.flatten()[:1] * 0).sum() for weight in weights)
 
@@ -117,9 +112,8 @@ class Pass:
                 what it keeps.
 
         Raises:
-            ValueError: the forward did not use the branch; a loss that is not one number or has no gradient; a loss in
-                a pass of a trunk that another pass follows.
-            TypeError: a loss that is not a tensor.
+            ValueError, TypeError: the forward did not use the branch; a loss where `has_loss` is False; see
+                :func:`walk`.
         """
         check_used(self.part.seen, "forward returned hidden states", "dualkv=branch")
         # The batch's layout counts as used for what is computed from the log-probs of all parts. A part that is one
@@ -143,8 +137,7 @@ class State:
         followed: whether another walk of the same parts may follow; by default one without graphs is.
         again: whether the parts ran before, in a walk whose random numbers each of them draws again.
         trunks: branches of trunks that keep their tensors from that walk on.
-        modes: whether modules train (:meth:`dualkv.branches.Branch.check_module`).
-        writes: into parameters of modules, counted there; None on ranks that gather parameters from each other.
+        modes, writes: see :meth:`dualkv.branches.Branch.check_module`; `writes` is None where ranks gather parameters.
     """
 
     def __init__(self, training: bool, followed: bool | None = None) -> None:
@@ -212,11 +205,10 @@ def walk_passes(
 
     Under `torch.no_grad` no pass has a graph, and each part runs once.
 
-    With FSDP2 (`fully_shard`) each rank has a tree of its own, and layers are gathered in each pass. So ranks must run
-    passes of the same kinds together: with `group` they agree on these, and a rank that has none of a kind gets an
-    empty pass, of one row that counts nothing. There a pass with a graph always needs a loss, or layers would not be
-    gathered for its backward: :meth:`Pass.zero_loss` where `has_loss` is False. Head and loss must be in the forward of
-    the module that is sharded last, around all others.
+    With FSDP2 (`fully_shard`) each rank has a tree of its own, and layers are gathered in each pass. So with `group`
+    ranks run passes of the same kinds together, and a rank that has none of a kind gets an empty pass, of one row that
+    counts nothing. There a pass with a graph always needs a loss: :meth:`Pass.zero_loss` where `has_loss` is False.
+    Head and loss must be in the forward of the module that is sharded last, around all others.
 
     Args:
         batch, budget: as for :func:`walk`; no batch on a rank that has no rollouts.
@@ -251,10 +243,7 @@ def part_passes(
 ) -> Iterator[Pass]:
     """:func:`walk_passes` of parts, which may be those of several batches one after another, numbered through.
 
-    Args:
-        parts, keeping, group, device: as there.
-        state: with or without graphs; that of :meth:`State.then` draws the random numbers of the walk before.
-        refusal: an error of this rank in place of parts.
+    state: that of :meth:`State.then` draws the random numbers of the walk before. refusal: an error of this rank.
     """
     own = own_passes(parts, keeping or Keeping(), state)
     kinds = mine = _kinds(parts, state.training)
@@ -387,8 +376,7 @@ def walk(
         loss: of a part: (hidden states, part) -> a scalar, the part's share of the loss. It is called for parts that
             predict trained tokens. :func:`dualkv.response_logprobs` takes the part in the place of a batch,
             `part.expand` brings its values to the rollouts, and `part.places` are their places in
-            `torch.cat(batch.unpack(...))`. Losses that are no sum over tokens:
-            :func:`dualkv.walk_whole`.
+            `torch.cat(batch.unpack(...))`. :func:`dualkv.walk_whole` takes losses that are no sum over tokens.
         gradients: torch.float32 or bfloat16, the sums of gradients of kept keys and values (float64 for float64).
         on_host: keep keys, values and states in host memory, pinned for a GPU.
 
@@ -398,8 +386,7 @@ def walk(
     Raises:
         ValueError: a budget below 1, or below what the smallest parts need; a forward whose attention does not use the
             branch (:meth:`Layout.mark_used` of `branch.layout`); a loss that is not one number, or has no gradient
-            where the walk has them; a layer that the second pass of a trunk leaves out; see
-            :meth:`dualkv.branches.Branch.attention`.
+            where the walk has them; a layer that the second pass of a trunk leaves out.
         TypeError: another batch; a forward or loss that is not a function; a loss that returns no tensor.
         RuntimeError: keys or values that are written in place behind their layer.
     """

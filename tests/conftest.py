@@ -18,33 +18,13 @@ from dualkv.models import CONFIGS
 from tests.codegen import stand_in
 
 TESTS = Path(__file__).parent
-# Folder, whether its tests run here, what they need otherwise.
-FOLDERS = (
-    (TESTS / "gpu", torch.cuda.is_available(), "no CUDA device here (make test-gpu)"),
-    (
-        TESTS / "integrations" / "megatron",
-        find_spec("megatron") is not None,
-        "megatron-core is not installed here (make test-megatron)",
-    ),
-    (
-        TESTS / "integrations" / "swift",
-        find_spec("swift") is not None,
-        "ms-swift is not installed here (make test-swift)",
-    ),
-    (
-        TESTS / "integrations" / "openrlhf",
-        find_spec("openrlhf") is not None,
-        "OpenRLHF is not installed here (make test-openrlhf)",
-    ),
-    (TESTS / "integrations" / "skyrl", find_spec("skyrl") is not None, "SkyRL is not installed here (make test-skyrl)"),
-    (TESTS / "integrations" / "trl", find_spec("trl") is not None, "TRL is not installed here (make test-trl)"),
-    (TESTS / "integrations" / "verl", find_spec("verl") is not None, "veRL is not installed here (make test-verl)"),
-    (
-        TESTS / "integrations" / "verl_megatron",
-        find_spec("verl") is not None and find_spec("mbridge") is not None,
-        "veRL or mbridge is not installed here (make test-verl-megatron)",
-    ),
-)
+# By folder of tests/integrations: the modules that its tests need.
+NEEDS = {name: [name] for name in ("megatron", "openrlhf", "skyrl", "swift", "trl", "verl")}
+NEEDS["verl_megatron"] = ["verl", "mbridge"]
+ABSENT = [
+    TESTS / "integrations" / name for name, modules in NEEDS.items() if not all(find_spec(module) for module in modules)
+]
+GPU = TESTS / "gpu"
 
 
 @pytest.hookimpl(wrapper=True)
@@ -61,22 +41,22 @@ def pytest_collection() -> Iterator[None]:
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Tests of a library that is missing cannot be imported."""
-    absent = [folder for folder, here, _ in FOLDERS if folder.name != "gpu" and not here]
-    return True if any(map(collection_path.is_relative_to, absent)) else None
+    return True if any(map(collection_path.is_relative_to, ABSENT)) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """GPU tests are imported everywhere, because a broken import should show without a GPU, too."""
     if not torch.cuda.is_available():
-        items[:] = [item for item in items if not item.path.is_relative_to(TESTS / "gpu")]
+        items[:] = [item for item in items if not item.path.is_relative_to(GPU)]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """One line for a folder that does not run here."""
     asked = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
-    for folder, here, why in FOLDERS:
-        if not here and any(folder.is_relative_to(path) or path.is_relative_to(folder) for path in asked):
-            terminalreporter.write_line(f"{folder.relative_to(TESTS.parent)} is left out: {why}")
+    for folder in [*ABSENT, *([] if torch.cuda.is_available() else [GPU])]:
+        if any(folder.is_relative_to(path) or path.is_relative_to(folder) for path in asked):
+            target = f"make test-{folder.name.replace('_', '-')}"
+            terminalreporter.write_line(f"{folder.relative_to(TESTS.parent)} is left out here ({target})")
 
 
 @pytest.fixture(scope="module", autouse=True)

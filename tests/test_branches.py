@@ -160,26 +160,25 @@ def test_attention_of_parts_is_that_of_the_tree(tree, budget, features, at_once)
         torch.testing.assert_close(leaf.grad, want, rtol=0, atol=1e-12)
 
 
+def some(part):
+    return [torch.randn(len(part.rows), heads, 8) for heads in (4, 2, 2)]
+
+
 def test_what_a_branch_refuses():
-    batch = dualkv.pack_sequences([[1, 2, 3, 4, 5], [1, 2, 3, 9, 9, 9]])
-    first, second, *_ = plan_parts(batch, 3)
+    first, second, *_ = plan_parts(dualkv.pack_sequences([[1, 2, 3, 4, 5], [1, 2, 3, 9, 9, 9]]), 3)
     trunk = Branch(first)
-    q, k, v = (torch.randn(len(first.rows), h, 8) for h in (4, 2, 2))
-    trunk.attention(q, k, v, layer=0)
-    below = Branch(second, [trunk])
-    q, k, v = (torch.randn(len(second.rows), h, 8) for h in (4, 2, 2))
-    with pytest.raises(ValueError, match="no keys of layer 1"):
-        below.attention(q, k, v, layer=1)
+    trunk.attention(*some(first), layer="a")
+    below, inputs = Branch(second, [trunk]), some(second)
+    with pytest.raises(ValueError, match="no keys of layer 'b'"):
+        below.attention(*inputs, layer="b")
     with pytest.raises(ValueError, match=f"q has 9 rows, this part has {len(second.rows)}"):
-        below.attention(torch.randn(9, 4, 8), k, v, layer=0)
+        below.attention(torch.randn(9, 4, 8), *inputs[1:], layer="a")
+    below.attention(*inputs, layer="a")
+    with pytest.raises(ValueError, match=r"no keys of layer 'a': .* 2 times"):
+        below.attention(*inputs, layer="a")
     below.begin(has_graph=True)
     with torch.no_grad(), pytest.raises(ValueError, match="use_reentrant=False"):
-        below.attention(q, k, v, layer=0)
-    with pytest.raises(ValueError, match="budget"):
-        plan_parts(batch, 0)
-    for rows in (0, batch.layout.num_tokens):
-        with pytest.raises(ValueError, match=f"rows is {rows}"):
-            batch.layout.without_queries(rows)
+        below.attention(*inputs, layer="a")
 
 
 class Looped(nn.Module):
@@ -240,21 +239,11 @@ def test_a_call_that_cannot_be_known_is_refused():
         gradients_of_loops(batch, 4, "layer loop")
 
 
-def test_a_call_that_the_path_lacks_is_refused():
-    first, second, *_ = plan_parts(dualkv.pack_sequences([[1, 2, 3, 4, 5], [1, 2, 3, 9, 9, 9]]), 3)
-    trunk = Branch(first)
-    trunk.attention(*(torch.randn(len(first.rows), h, 8) for h in (4, 2, 2)), layer="a")
-    below, inputs = Branch(second, [trunk]), [torch.randn(len(second.rows), h, 8) for h in (4, 2, 2)]
-    below.attention(*inputs, layer="a")
-    with pytest.raises(ValueError, match=r"no keys of layer 'a': .* 2 times"):
-        below.attention(*inputs, layer="a")
-
-
 def test_a_checkpointed_part_keeps_nothing_behind_its_backward():
     """The recomputation in the backward comes to `keep` once more."""
     first, *_ = plan_parts(dualkv.pack_sequences([[1, 2, 3, 4, 5], [1, 2, 3, 9, 9, 9]]), 3)
     trunk = Branch(first)
-    q, k, v = (torch.randn(len(first.rows), h, 8, requires_grad=True) for h in (4, 2, 2))
+    q, k, v = (x.requires_grad_() for x in some(first))
     with torch.no_grad():
         trunk.attention(q, k, v, layer=0)
     trunk.reserve()
@@ -267,15 +256,16 @@ def test_a_checkpointed_part_keeps_nothing_behind_its_backward():
     assert not trunk._kept
 
 
-def walked(loss, forward=None):
-    batch = dualkv.pack_sequences([[1, 2, 3, 4], [1, 2, 5]])
-    embedding = torch.eye(8, requires_grad=True)
+BATCH, EMBEDDING = dualkv.pack_sequences([[1, 2, 3, 4], [1, 2, 5]]), torch.eye(8, requires_grad=True)
 
-    def attend(input_ids, branch):
-        x = embedding[input_ids[0]][:, None]
-        return branch.attention(x, x, x, layer=0)[None, :, 0]
 
-    return dualkv.walk(batch, 2, attend if forward is None else forward, loss)
+def attend(input_ids, branch):
+    x = EMBEDDING[input_ids[0]][:, None]
+    return branch.attention(x, x, x, layer=0)[None, :, 0]
+
+
+def walked(loss, forward=attend):
+    return dualkv.walk(BATCH, 2, forward, loss)
 
 
 @pytest.mark.parametrize(
@@ -308,36 +298,30 @@ def test_what_walk_takes_for_a_loss():
 
 
 def test_parts_that_are_planned_already():
-    batch = dualkv.pack_sequences([[1, 2, 3, 4], [1, 2, 5]])
-    embedding = torch.eye(8, requires_grad=True)
-
-    def attend(input_ids, branch):
-        x = embedding[input_ids[0]][:, None]
-        return branch.attention(x, x, x, layer=0)[None, :, 0]
-
     def loss(hidden, part):
         return hidden[0, part.predict_rows].pow(2).sum()
 
-    parts = plan_parts(batch, 2)
+    parts = plan_parts(BATCH, 2)
     assert len(parts) > 2
-    assert torch.equal(dualkv.walk(batch, parts, attend, loss), dualkv.walk(batch, 2, attend, loss))
+    assert torch.equal(dualkv.walk(BATCH, parts, attend, loss), walked(loss))
     other = dualkv.pack_sequences([[1, 2], [1, 3]])
-    for of, some in ((other, parts), (batch, []), (batch, parts[1:]), (batch, parts * 2), (batch, parts[::-1])):
+    for of, some in ((other, parts), (BATCH, []), (BATCH, parts[1:]), (BATCH, parts * 2), (BATCH, parts[::-1])):
         with pytest.raises(ValueError, match=f"budget is a list of {len(some)} entries, expected all parts of this"):
             dualkv.walk(of, some, attend, loss)
 
 
 def test_arguments_of_walks_that_are_refused():
-    batch = dualkv.pack_sequences([[1, 2, 3, 4], [1, 2, 5]])
+    with pytest.raises(ValueError, match="budget"):
+        plan_parts(BATCH, 0)
     with pytest.raises(TypeError, match=r"loss is a str, expected a dualkv\.KnownLoss"):
-        dualkv.walk_values(batch, 2, lambda ids, branch: ids, lambda hidden, part: hidden, loss="sum")
+        dualkv.walk_values(BATCH, 2, lambda ids, branch: ids, lambda hidden, part: hidden, loss="sum")
     for name in ("forward", "loss"):
         with pytest.raises(TypeError, match=f"{name} is a int, expected a function of"):
             dualkv.measure_rows(**{"forward": lambda ids, branch: ids, name: 3}, input_ids=torch.ones(2).long())
     with pytest.raises(TypeError, match="loss is a NoneType, expected a function of the values"):
-        dualkv.walk_whole(batch, 2, lambda ids, branch: ids, lambda hidden, part: hidden, None)
+        dualkv.walk_whole(BATCH, 2, lambda ids, branch: ids, lambda hidden, part: hidden, None)
     with pytest.raises(TypeError, match="on_host is a str, expected True or False"):
-        dualkv.walk(batch, 2, lambda ids, branch: ids, on_host="no")
+        dualkv.walk(BATCH, 2, lambda ids, branch: ids, on_host="no")
     for ids, error in ((torch.zeros(1, 0, dtype=torch.int64), ValueError), ([[1, 2]], TypeError)):
         with pytest.raises(error, match="input_ids"):
             dualkv.measure_rows(lambda ids, branch: ids, ids)
@@ -367,10 +351,9 @@ def test_writes_into_what_trunks_keep(context):
 
 def test_a_layer_that_the_second_pass_leaves_out():
     """A gradient that has nowhere to go is not lost."""
-    embedding = torch.eye(8, requires_grad=True)
 
     def forward(input_ids, branch):
-        x = embedding[input_ids[0]][:, None]
+        x = EMBEDDING[input_ids[0]][:, None]
         for layer in range(1 if branch.part.is_trunk and torch.is_grad_enabled() else 2):
             x = x + branch.attention(x, x, x, layer=layer)
         return x[None, :, 0]

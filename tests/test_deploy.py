@@ -83,39 +83,30 @@ def test_verify_refuses_an_environment_with_the_compiler(kernels, monkeypatch):
     assert verify("0", kernels).startswith("cutlass can be imported here")
 
 
-@pytest.mark.parametrize("features", [(), ("sinks",), ("sinks", "softcap")], ids=str)
-def test_verify_runs_a_kernel_with_its_features(features, monkeypatch):
+@pytest.mark.parametrize(
+    ("head_dim", "features", "few_keys"),
+    [(64, (), False), (64, ("sinks",), False), (64, ("sinks", "softcap"), False), (96, (), False), (96, (), True)],
+    ids=str,
+)
+def test_verify_runs_a_kernel_as_what_it_is(head_dim, features, few_keys, monkeypatch):
     """Other calls would ask for kernels that the folder need not have."""
-    asked = []
-
-    def attention(q, *args, own=dualkv.attention, **options):
-        out = own(q, *args, **options)
-        asked.append({name for name, value in options.items() if value is not None})
-        return out
-
-    verify, spec = runpy.run_path(str(DEPLOY / "verify.py")), forward_spec("bf16", 64, 2, features=features)
-    monkeypatch.setattr(dualkv, "attention", attention)
-    assert verify["run"](spec, True, "cpu") < 2e-2
-    assert asked == [set(features)] * 2
-    assert {name for one in verify["backward_of"](spec) for name in one.features} == set(features)
-
-
-@pytest.mark.parametrize("few_keys", [False, True])
-def test_verify_runs_a_kernel_of_short_segments_as_such(few_keys, monkeypatch):
-    chosen = []
+    asked, chosen = [], []
 
     def attention(q, k, v, layout, own=dualkv.attention, **options):
+        asked.append({name for name, value in options.items() if value is not None})
         heads, kv_heads = q.shape[1], k.shape[1]
-        chosen.append(hopper.few_keys_forward(layout._segments, q.shape[2], heads // kv_heads, kv_heads))
+        chosen.append(hopper.few_keys_forward(layout._segments, head_dim, heads // kv_heads, kv_heads))
         chosen.append(hopper.few_keys_backward(layout._segments, kv_heads, None))
         return own(q, k, v, layout, **options)
 
     verify = runpy.run_path(str(DEPLOY / "verify.py"))
+    spec = forward_spec("bf16", head_dim, 2, features=features, few_keys=few_keys)
     monkeypatch.setattr(dualkv, "attention", attention)
-    forward = forward_spec("bf16", 96, 2, few_keys=few_keys)
-    assert verify["of_few_keys"](forward) == few_keys
-    assert verify["run"](forward, False, "cpu") < 2e-2
+    assert verify["run"](spec, bool(features), "cpu") < 2e-2
+    assert asked == [set(features)] * 2
+    assert verify["of_few_keys"](spec) == few_keys
     assert chosen == [few_keys] * 4
+    assert {name for one in verify["backward_of"](spec) for name in one.features} == set(features)
 
 
 def test_ci_resolves_what_the_page_installs_beside_vllm_and_sglang():

@@ -20,14 +20,9 @@ def test_advantages_by_hand() -> None:
     torch.testing.assert_close(got, expected)
 
 
-def test_groups_without_contrast_get_zero() -> None:
-    got = group_advantages(f64(0.25, 0.25, 0.25, 7.0), [3, 1])
-    assert got.tolist() == [0.0, 0.0, 0.0, 0.0]
-
-
 @pytest.mark.parametrize("reward", [0.1, 0.9, 1.1, 3.3, -100.3, 1000.1])
-@pytest.mark.parametrize("size", [2, 3, 7, 8, 12, 16, 19])
-def test_equal_rewards_whose_mean_is_rounded_get_zero(reward: float, size: int) -> None:
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 12, 16, 19])
+def test_groups_without_contrast_get_zero(reward: float, size: int) -> None:
     """The mean of eight rewards of 0.9 is not 0.9 in fp32, and their standard deviation is as small as eps."""
     assert group_advantages(torch.full((size,), reward), [size]).tolist() == [0.0] * size
 
@@ -42,20 +37,14 @@ def test_clipping_by_hand() -> None:
     """Ratios 1.5, 0.5, 1.5, 0.5 with advantages +1, +1, -1, -1: only the gains on the far side are clipped."""
     logp = f64(1.5, 0.5, 1.5, 0.5).log().requires_grad_()
     ones = torch.ones(4, dtype=torch.float64)
-    loss, metrics = policy_loss(logp, 0 * ones, f64(1, 1, -1, -1), ones / 4, clip_low=0.2, clip_high=0.28)
+    low, high = ALGORITHMS["dapo"].clip_low, ALGORITHMS["dapo"].clip_high
+    loss, metrics = policy_loss(logp, 0 * ones, f64(1, 1, -1, -1), ones / 4, low, high)
     assert loss.item() == pytest.approx(-(1.28 + 0.5 - 1.5 - 0.8) / 4)
     assert metrics["clip_fraction"].item() == 0.5
     assert "kl" not in metrics
     loss.backward()
     # A clipped token has no gradient, the others -w * rho * A.
     torch.testing.assert_close(logp.grad, f64(0.0, -0.5 / 4, 1.5 / 4, 0.0))
-
-
-def test_clip_higher_lets_a_likelier_token_through() -> None:
-    logp, zero, one = f64(math.log(1.25)), f64(0.0), f64(1.0)
-    low, high = ALGORITHMS["grpo"], ALGORITHMS["dapo"]
-    assert policy_loss(logp, zero, one, one, low.clip_low, low.clip_high)[0].item() == pytest.approx(-1.2)
-    assert policy_loss(logp, zero, one, one, high.clip_low, high.clip_high)[0].item() == pytest.approx(-1.25)
 
 
 def test_kl_by_hand_and_its_gradient() -> None:
@@ -67,17 +56,6 @@ def test_kl_by_hand_and_its_gradient() -> None:
     assert loss.item() == pytest.approx(0.1 * k3 / 2)
     loss.backward()
     torch.testing.assert_close(logp.grad, f64(0.1 * 0.5 * (1 - math.exp(-0.5)), 0.0))
-
-
-def test_gradients_against_finite_differences() -> None:
-    generator = torch.Generator().manual_seed(0)
-    logp, old, ref, advantages = torch.randn(4, 64, generator=generator, dtype=torch.float64) / 4
-    weights = token_weights([30, 0, 34], "sequence")
-
-    def loss(x: torch.Tensor) -> torch.Tensor:
-        return policy_loss(x, old, advantages, weights, 0.2, 0.28, ref_logp=ref, kl_coef=0.04)[0]
-
-    assert torch.autograd.gradcheck(loss, logp.requires_grad_())
 
 
 @pytest.mark.parametrize("mean", ["sequence", "token"])

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
 
 import dualkv
-from dualkv.data.gain import MIN_SHARED, Gain
-from dualkv.prefixes import shared_prefixes
+from dualkv.data.gain import MIN_SHARED
 from tests.integrations.tiny import make_model
 
 P, GROUPS, N = 20, 2, 4
@@ -100,16 +98,6 @@ def test_it_changes_nothing_and_says_what_packing_does(form: Any, labels: Any) -
     assert f"2 training calls of Qwen3ForCausalLM computed {computed:,} rows" in text
     assert f"{together.gain.rows:,} rows ({computed / together.gain.rows:.2f}x)" in text
     assert f"about {together.gain.saved:.0%} less time; {together.largest:,} rows in the largest call" in text
-
-
-def test_the_time_is_the_estimate_of_the_planners() -> None:
-    sequences = rollouts()
-    found = dualkv.observe(model := torch.nn.Module().train(), 1, report=lambda _: None)
-    model.forward = lambda **_: None
-    model(**free(sequences))
-    expected = Gain.of(shared_prefixes([s.numpy() for s in sequences]).at_least(MIN_SHARED))
-    assert found.as_they_come().gain == expected  # without padding nothing else is computed
-    assert math.isclose(found.together().gain.saved, expected.saved)
 
 
 def test_calls_that_cannot_be_read_are_said() -> None:

@@ -119,15 +119,6 @@ def test_a_program_that_uses_it_is_checked_strictly(distributions, tmp_path):
 
 
 # ---------------------------------------------------------------- what is not installed
-def test_the_smoke_test_takes_no_sources_for_an_installation(tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "deploy" / "smoke.py")], capture_output=True, text=True, cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert "is imported from" in done.stderr
-
-
 WITHOUT = """
 import sys
 for name in sys.argv.pop(1).split(","):

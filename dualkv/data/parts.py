@@ -72,7 +72,7 @@ class TreePart:
     def seen(self) -> Layout:
         """The layout of the path's rows, which have no queries, and of the part's own rows."""
         layout = Layout.from_segments(self.offsets, self.parent, self.device)
-        return layout.without_queries(self.path_rows) if self.path_rows else layout
+        return layout.without_queries([self.path_rows]) if self.path_rows else layout
 
     @cached_property
     def layout(self) -> Layout:

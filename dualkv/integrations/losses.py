@@ -1,8 +1,7 @@
 """Warnings for losses that depend on which rollouts share a micro-batch. Each setting is named once in a process.
 
-Packing is exact for losses that compute token by token or rollout by rollout. Some losses normalize over a micro-batch,
-in veRL's and TRL's own training too: their scale, or their choice of tokens, changes with the micro-batch. Packing puts
-the rollouts of a prompt together, so it changes which rollouts share a micro-batch.
+Some losses normalize over a micro-batch, in veRL's and TRL's own training too. Packing puts the rollouts of a prompt
+together, so it changes which rollouts share a micro-batch.
 """
 
 from __future__ import annotations

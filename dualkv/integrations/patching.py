@@ -102,8 +102,8 @@ class Changes:
 def of(target: Any, part: str = "enable") -> Changes:
     """The changes of a module of a model, or of a class or module of a library, to which more can be added.
 
-    Parts of what a module of a model got: "enable" and "fast" are of :func:`dualkv.integrations.transformers.enable`,
-    "kept" of `recompute_layers` there, "engine" of veRL's engines, "trainer" of other trainers.
+    part: "enable", "fast" and "kept" are of :mod:`dualkv.integrations.transformers`, "engine" of veRL, "trainer" of
+    other trainers.
     """
     if not isinstance(target, nn.Module):
         return _PROCESS.setdefault(target, Changes(target))
@@ -208,8 +208,7 @@ def with_own_code(function: Callable[..., Any], *key: Any) -> Callable[..., Any]
 def with_globals(function: Any, names: dict[str, Any]) -> FunctionType | None:
     """Copy a function with other global names.
 
-    Decorators around it are kept: transformers has some that rename arguments. None if one of them is no closure over
-    what it decorates.
+    Decorators around it are kept. None if one of them is no closure over what it decorates.
     """
     if not isinstance(function, FunctionType):
         return None

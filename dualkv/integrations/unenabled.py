@@ -1,8 +1,7 @@
 """Models of transformers that get a layout and were not enabled: each attention function would ignore `dualkv=`.
 
-transformers hands keyword arguments that it does not know on to its attention functions, which drop them. So the
-registry's `get_interface` returns functions that raise an error for a layout. This module takes the registry from
-`sys.modules` when a layout is made, because `import dualkv` does not import transformers.
+So the registry's `get_interface` returns functions that raise an error for a layout. This module takes the registry
+from `sys.modules` when a layout is made, because `import dualkv` does not import transformers.
 """
 
 from __future__ import annotations
@@ -32,11 +31,7 @@ def watch() -> None:
 
 
 def _without_layout(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls an attention function of transformers.
-
-    Raises:
-        ValueError: it would get a layout. Layers that are not causal may get one: layers of images have no rows of it.
-    """
+    """Calls an attention function of transformers, unless it is causal and would get a layout (ValueError)."""
     if kwargs.get("dualkv") is not None:
         module = args[0] if args else kwargs["module"]
         if getattr(module, "is_causal", False):

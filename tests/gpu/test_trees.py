@@ -224,7 +224,7 @@ def test_a_part_below_a_path(head_dim, deterministic):
     """A walk runs such calls: rows of a path of three segments have no queries, subtrees hang on two of them."""
     layout = tree([300, 77, 130, 200, 90, 260, 41], [-1, 0, 1, 2, 3, 1, 0])
     silent = 300 + 77 + 130
-    asked = layout.without_queries(silent)
+    asked = layout.without_queries([silent])
     q, k, v, dout = bwd.inputs(layout, 8, 2, head_dim)
     dout[:silent] = 0
     wanted = oracle.attention_and_grads(q, k, v, layout.offsets, layout.parent, head_dim**-0.5, dout)

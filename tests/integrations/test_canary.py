@@ -6,7 +6,6 @@ Measured over the models here (4 batches each): differences are at most 0.34 of 
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -159,12 +158,6 @@ def test_a_fault_of_the_trainer_is_seen(dtype: torch.dtype) -> None:
         model.model.layers[1].mlp.up_proj.weight.mul_(1.3)
     assert not found(model, batch, right).within
     assert found(model, batch).within
-
-
-def test_a_model_that_is_not_enabled_is_no_silent_pass() -> None:
-    model, batch = make_model(), drawn()
-    with contextlib.suppress(ValueError, TypeError):
-        assert not found(model, batch).within
 
 
 @pytest.mark.parametrize("adapter", ["LoraConfig", "aLoRA"])

@@ -53,7 +53,7 @@ def test_the_sentence_names_the_extra(name: str, line: str, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("module", "name", "version"),
     [
-        *((module, "transformers", "4.57.3") for module in ("transformers", "transformers.experts", "experts")),
+        *((module, "transformers", "4.57.3") for module in ("transformers", "transformers.experts")),
         ("openrlhf", "openrlhf", "0.11.1"),
         ("skyrl", "skyrl", "0.3.1"),
         ("trl", "trl", "1.15.0"),
@@ -67,7 +67,7 @@ def test_an_older_version_is_refused_before_it_is_imported(
     module: str, name: str, version: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     lacking = stand_in(name, version, tmp_path, monkeypatch)
-    for folder in ("experts", *integrations.__all__):
+    for folder in integrations.__all__:
         forget(folder, monkeypatch)
     with pytest.raises(ImportError) as caught:
         importlib.import_module(f"dualkv.integrations.{module}")

@@ -378,7 +378,9 @@ def test_a_head_of_each_token_stays() -> None:
         assert_close("logits", out.logits[0, path], model(input_ids=ids[:, path], use_cache=False).logits[0], 1e-5)
 
 
-@pytest.mark.parametrize("less", [LAYOUT.without_prompt_queries(), LAYOUT.without_queries(1)], ids=["prompts", "rows"])
+@pytest.mark.parametrize(
+    "less", [LAYOUT.without_prompt_queries(), LAYOUT.without_queries([1])], ids=["prompts", "rows"]
+)
 def test_a_layout_without_some_queries_is_refused(less: Any) -> None:
     """Rows without queries are zeros where kernels run, and the next layer would read keys and values of them."""
     model = enable(make_model("qwen3"))

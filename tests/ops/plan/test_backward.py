@@ -138,7 +138,7 @@ def test_items_cover_each_visible_pair_once(seg, tile, ratio, kv_heads, num_sms,
 def test_keys_that_no_query_sees_are_stored(tile, deterministic, num_sms):
     """The only segment below some rows without queries is empty, so their keys get gradients of zero."""
     layout = Layout.from_segments([0, 0, 128, *range(128, 1209, 60)], [-1, 0, 1, *[0] * 18])
-    seg = of(layout.without_queries(128))
+    seg = of(layout.without_queries([128]))
     check(seg, tile, backward_work(seg, tile, 8, 2, num_sms, deterministic), 8, 2, deterministic)
 
 

@@ -104,7 +104,7 @@ def test_items_cover_each_visible_pair_once(seg, window, tile, ratio, kv_heads, 
 @pytest.mark.parametrize("tile", TILES + ORDERED, ids=repr)
 def test_keys_that_no_query_sees_are_stored(tile, window):
     layout = Layout.from_segments([0, 0, 128, *range(128, 1209, 60)], [-1, 0, 1, *[0] * 18])
-    seg = of(layout.without_queries(128))
+    seg = of(layout.without_queries([128]))
     check(seg, window, tile, windowed_work(seg, window, tile, 4, 2, 20), 4, 2)
 
 

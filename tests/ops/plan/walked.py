@@ -44,7 +44,7 @@ def drawn(draw, trees=TREES):
         while chain < len(parent) and parent[chain] == chain - 1:
             chain += 1
         if not all_ask and 0 < offsets[chain - 1] < layout._segments.group_rows[0]:
-            layout = layout.without_queries(offsets[chain - 1])
+            layout = layout.without_queries([offsets[chain - 1]])
     note(f"offsets {layout.offsets.tolist()}, parent {layout.parent.tolist()}, silent {layout._segments.silent}")
     return of(layout)
 
