@@ -30,7 +30,7 @@ OWN = {
     "openrlhf/strategy.py": {"vars self"},
     "transformers/adapters.py": {"setattr small", "torch_module.register_module_module_registration_hook"},
     "transformers/heads.py": {"setattr part"},
-    "transformers/recurrent/earlier.py": {"vars self"},
+    "transformers/earlier.py": {"vars self"},
     "transformers/rotary.py": {"setattr module"},
     "transformers/selfcheck.py": {"config._attn_implementation"},
     "transformers/shrink.py": {"setattr config", "setattr part", "setattr small", "vars part"},

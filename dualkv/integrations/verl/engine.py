@@ -52,6 +52,7 @@ from dualkv.data.media import SEGMENTS
 from dualkv.data.memory import RowCosts
 from dualkv.integrations import patching, transformers
 from dualkv.integrations.metrics import RATIO
+from dualkv.integrations.recurrent import sharded
 from dualkv.integrations.transformers import adapters, fused, heads, invariant, layers, media, recurrent, support
 from dualkv.integrations.transformers.placed import Placed
 from dualkv.integrations.verl import canary, equal_bits, options, walked
@@ -165,7 +166,7 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
         )
         decoder = module.get_decoder()
         if self._batch_invariant:
-            invariant.install(module, [decoder], invariant.EveryCall())
+            invariant.install(module, [decoder], every_call=True)
         # The hook passes the layout as a keyword argument, because checkpointing replays the keyword arguments of the
         # decoder's layers and no other state of a hook, and because fused heads pass none on to the decoder. It runs
         # before the checks of `enable` (prepend).
@@ -230,7 +231,7 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
         for sentence in (*adapters.objections(module, decoders), *unproven):
             raise ValueError(sentence)
         if self._batch_invariant:  # the products of adapters too
-            invariant.install(module, decoders, invariant.EveryCall())
+            invariant.install(module, decoders, every_call=True)
         for decoder in decoders:
             adapters.remember(decoder)
         return module
@@ -596,7 +597,7 @@ def _refuse_keeping(model_config: Any) -> None:
 def _refuse_ulysses(model_config: Any, ranks: int) -> None:
     """Raises ValueError for a model with recurrent layers whose heads the `ranks` of Ulysses cannot share."""
     if ranks > 1 and (model := _without_weights(model_config.hf_config)) is not None:
-        recurrent.refuse(recurrent.mixers(model), ranks)
+        sharded.refuse(recurrent.mixers(model), ranks)
 
 
 def _split(shard: Shard, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
