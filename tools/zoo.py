@@ -35,8 +35,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from dualkv import Layout
-from dualkv.integrations.transformers import enable, indexers, layers, media, selfcheck, support
-from dualkv.integrations.transformers.recurrent import seams
+from dualkv.integrations.transformers import enable, indexers, layers, media, recurrent, selfcheck, support
 from dualkv.integrations.transformers.shrink import Sizes, shrink
 from tools import filed, zoo_images
 from tools.bench.record import OptionalJsonPath, Record
@@ -125,7 +124,7 @@ def _untried(model: PreTrainedModel) -> str | None:
     """A class of indexers or of recurrent layers that the file of a decoder has and its layers do not."""
     used = {type(module).__name__ for module in model.modules()}
     files = (vars(sys.modules[type(decoder).__module__]) for decoder in layers.decoders(model))
-    found = (name for names in files for name in names if name.endswith("Indexer") or name in seams.MIXERS)
+    found = (name for names in files for name in names if name.endswith("Indexer") or name in recurrent.MIXERS)
     return next((name for name in found if name not in used), None)
 
 

@@ -172,6 +172,18 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
 
 
+def take_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Take the gradients out of a model."""
+    found = {name: gradient.clone() for name, gradient in gradients(model).items()}
+    model.zero_grad()
+    return found
+
+
+def assert_gradients(model: nn.Module, expected: dict[str, torch.Tensor], tolerance: float) -> None:
+    for name, gradient in gradients(model).items():
+        assert_close(name, gradient, expected[name], tolerance)
+
+
 def gradients_asked(run: Callable[[], Any]) -> set[str]:
     """The inputs of attention whose gradients its backwards compute while `run` runs."""
     found = set()

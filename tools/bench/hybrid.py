@@ -39,7 +39,7 @@ from dualkv.integrations import patching
 from dualkv.integrations.recurrent import kernels, rules, waves
 from dualkv.integrations.transformers import disable, enable, recompute_layers
 from dualkv.integrations.transformers.batches import ModelBatch, packed_batches, replicated_batches
-from dualkv.integrations.transformers.recurrent import install, on_reference, seams
+from dualkv.integrations.transformers.recurrent import install, mixers, on_reference
 from dualkv.layout import Layout
 from tools.bench import harness, stock_attention
 from tools.bench.record import JsonPath, Record
@@ -130,7 +130,7 @@ def both_ways(
 def mixer(model: Any, sizes: Sizes) -> dict[str, Any]:
     """Forward and backward of a recurrent layer, in turns with one call of the same segment lengths."""
     config, device = model.config, model.device
-    layer = seams.mixers(model)[0][1]
+    layer = mixers(model)[0][1]
     layout = Layout.from_lengths([sizes.prompt_len], [[sizes.response_len] * sizes.responses], device)
     roots = Layout.from_segments(layout.offsets.tolist(), [-1] * (sizes.responses + 1), device)
     alone = waves.order(roots, device).waves[0]
@@ -177,7 +177,7 @@ DEGREES = (2, 4)
 
 def shares(model: Any, sizes: Sizes) -> dict[str, Any]:
     """Forward and backward of a recurrent layer, whole and of one rank of some, in turns."""
-    layer, device = seams.mixers(model)[0][1], model.device
+    layer, device = mixers(model)[0][1], model.device
     layout = Layout.from_lengths([sizes.prompt_len], [[sizes.response_len] * sizes.responses], device)
 
     def of(rows: int, dualkv: Any) -> Callable[[], float]:

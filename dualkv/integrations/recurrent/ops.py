@@ -122,7 +122,7 @@ def scan(trees: Trees, rows: Sequence[Tensor], run: Run) -> Tensor:
     inherited = trees.initial(key, device)
     order = trees.order(device)
     if order.rows is not None:
-        rows = [_Reordered.apply(x, order.rows, order.places) for x in rows]
+        rows = [_permuted(x, order.rows) for x in rows]
     results: list[Tensor] = []
     states: Tensor | None = None
     # The gradient of a split is one concatenation, that of slices is a sum of padded ones.
@@ -143,9 +143,7 @@ def scan(trees: Trees, rows: Sequence[Tensor], run: Run) -> Tensor:
             trees.keep_state(key, wave.end, states)
         results.append(out)
     found = torch.cat(results, 1)
-    if order.places is not None:
-        found = _Reordered.apply(found, order.places, order.rows)
-    return found
+    return found if order.rows is None else _permuted(found, order.rows.inverse)
 
 
 class _Reordered(torch.autograd.Function):
@@ -161,6 +159,11 @@ class _Reordered(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (inverse,) = ctx.saved_tensors
         return grad.index_select(1, inverse), None, None
+
+
+def _permuted(x: Tensor, by: waves.Permutation) -> Tensor:
+    found: Tensor = _Reordered.apply(x, *by)
+    return found
 
 
 def contiguous(x: Tensor) -> Tensor:
@@ -278,8 +281,3 @@ def padded(run: Callable[[list[Tensor], Tensor | None, bool], tuple[Tensor, Tens
         return out, _permuted(torch.cat(states)[None], segments.inverse)[0] if states else None
 
     return of_wave
-
-
-def _permuted(x: Tensor, by: waves.Permutation) -> Tensor:
-    found: Tensor = _Reordered.apply(x, *by)
-    return found

@@ -66,8 +66,8 @@ class Sharded(Trees):
 
         def make() -> waves.Order:
             places = torch.from_numpy(np.argsort(arrived)).to(device)
-            rows = places if found.rows is None else places[found.rows]
-            return waves.Order(found.waves, rows, rows.argsort())
+            rows = places if found.rows is None else places[found.rows.order]
+            return waves.Order(found.waves, waves.Permutation(rows, rows.argsort()))
 
         return self.layout._segments.cached(("recurrent order", *self._key(device)), make)
 

@@ -158,13 +158,11 @@ class Order(NamedTuple):
 
     Attributes:
         waves: parents before children.
-        rows: [T] int64, the packed rows in wave order; None if packed rows have this order.
-        places: [T] int64, its inverse.
+        rows: the packed rows in wave order; None if packed rows have this order.
     """
 
     waves: list[Wave]
-    rows: torch.Tensor | None
-    places: torch.Tensor | None
+    rows: Permutation | None
 
 
 class Halo(NamedTuple):
@@ -262,8 +260,8 @@ def _order(segments: Segments, device: torch.device, keep: bool) -> Order:
         begin, before = end, len(chosen)
     packed = np.concatenate([np.zeros(0, np.int64), *rows])
     if np.array_equal(packed, np.arange(len(packed))):
-        return Order(waves, None, None)
-    return Order(waves, torch.from_numpy(packed).to(device), torch.from_numpy(np.argsort(packed)).to(device))
+        return Order(waves, None)
+    return Order(waves, Permutation.of(packed, device))
 
 
 def windows_of(segments: Segments, back: int, device: torch.device) -> Windows:

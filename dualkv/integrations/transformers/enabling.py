@@ -28,9 +28,11 @@ from dualkv.branches import Branch
 from dualkv.data.rows import forgotten_layout
 from dualkv.integrations import patching
 from dualkv.integrations.patching import PREFIX, stock_attention
+from dualkv.integrations.recurrent import sharded, walked
 from dualkv.integrations.transformers import (
     adapters,
     checkpointing,
+    earlier,
     fused,
     heads,
     indexers,
@@ -165,11 +167,11 @@ def _enter_decoder(
         raise ValueError(
             "attention_mask came together with dualkv: the layout says which rows see each other, leave the mask out"
         )
-    if kwargs.get("use_cache") or any(kwargs.get(cache) is not None for cache in recurrent.CACHES):
+    if kwargs.get("use_cache") or any(kwargs.get(cache) is not None for cache in earlier.CACHES):
         raise ValueError("past_key_values or use_cache came together with dualkv: packed groups run without a cache")
     indexers.refuse(name, module.config, packed.of_layers)
     if isinstance(packed.of_layers, Shard):
-        recurrent.refuse(recurrent.mixers(module), packed.of_layers.world_size)
+        sharded.refuse(recurrent.mixers(module), packed.of_layers.world_size)
     # Layers that hand no keyword arguments on would not refuse any.
     layers.refuse_arguments(f"a call of {name}", kwargs, ("dualkv", *layers.arguments(type(module))))
     # With images, given positions are compared with the model's where the images are placed.
@@ -260,7 +262,8 @@ def _for_decoder(module: PreTrainedModel, left: tuple[str, ...], named: dict[str
 
 def _with_images(module: PreTrainedModel, named: dict[str, Any]) -> dict[str, Any]:
     """The inputs of a model that runs images, with the positions of all rows."""
-    layout = named["dualkv"]
+    layout, how = named["dualkv"], media.family(type(module))
+    assert how is not None
     tokens = named["input_ids"] if named.get("input_ids") is not None else named.get("inputs_embeds")
     if tokens is None or tokens.dim() < 2 or tokens.shape[0] != 1:
         return named  # which the decoder refuses
@@ -274,7 +277,7 @@ def _with_images(module: PreTrainedModel, named: dict[str, Any]) -> dict[str, An
         named = {name: value for name, value in named.items() if name != media.BLOCKS}
     placed = layout if found is None else found
     packed = packed_rows(placed)
-    if not packed.has_positions and media.decodes_blindly(module):
+    if not packed.has_positions and how.by_ids:  # its decoder takes placed layouts only
         placed = Placed(layout, packed.position_ids[None].to(tokens.device))
     changed = {
         "dualkv": placed,
@@ -294,15 +297,13 @@ def _keep_layout(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             f"{type(module).__name__} is set to gradient checkpointing and does not hand keyword arguments on to its"
             " attention, which would lack the layout when it runs again: call gradient_checkpointing_disable"
         )
-    for part in module.children():
-        if layers.route(type(part)) is not None:
-            patching.hand(part, kwargs.get("dualkv"))
+    _hand_on(module, args, kwargs)
 
 
 def _hand_on(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of attention with recurrent layers within, which find the layout."""
+    """Forward pre-hook of modules whose parts get no keyword arguments, and find the layout."""
     for part in module.children():
-        if patching.LAYOUT in vars(part):
+        if hasattr(part, patching.LAYOUT):
             patching.hand(part, kwargs.get("dualkv"))
 
 
@@ -422,30 +423,19 @@ def enable(
 ) -> Model:
     """Lets `model(input_ids=..., dualkv=layout)` run packed groups. Calls without a layout do not change.
 
-    With a layout every attention layer runs :func:`dualkv.attention`, with the windows or chunks of the mask that its
-    model would make, and with its sinks and softcapping. Recurrent layers start each segment from the state that its
-    parent leaves. No attention mask is made and no cache is kept:
+        model(input_ids=batch.input_ids, dualkv=batch.layout)
 
-        model(input_ids=batch.input_ids, position_ids=batch.position_ids, dualkv=batch.layout)
-
-    The batch is the result of :func:`dualkv.pack` or `pack_sequences`; a layout may have any depth. input_ids is
-    [1, T], all groups in one packed row (or inputs_embeds [1, T, C]). position_ids [1, T] must be the layout's
-    positions, which are filled in when position_ids is left out; multimodal rotary embeddings may have them as
-    [3, 1, T] or [4, 1, T]. On a GPU wrong positions end in a device-side assertion. With sequence parallelism `dualkv`
-    is a :class:`dualkv.sequence_parallel.Shard`, and T counts the rows of this rank. The model cannot shift labels.
-    Rotary embeddings that depend on the length of the sequence (longrope, dynamic NTK) give each row the factors of its
-    own sequence. Auxiliary losses over tokens (the load balancing loss of a mixture of experts) count a shared prompt
-    once; the replicated sequences count it once a response.
+    The batch is the result of :func:`dualkv.pack` or `pack_sequences`. With a layout every attention layer runs
+    :func:`dualkv.attention`, with the windows or chunks of the mask that its model would make, and with its sinks and
+    softcapping. Recurrent layers start each segment from the state that its parent leaves. input_ids is [1, T], all
+    groups in one packed row (or inputs_embeds [1, T, C]). position_ids may be left out; given ones [1, T] (multimodal
+    [3, 1, T] or [4, 1, T]) must be the layout's, which a device-side assertion checks on a GPU. With sequence
+    parallelism `dualkv` is a :class:`dualkv.sequence_parallel.Shard`, and T counts the rows of this rank. Models of
+    :data:`dualkv.integrations.transformers.media.FAMILIES` take `**batch.media` too, that of all rows on every rank.
+    Noise and auxiliary losses of a shared prompt are drawn and counted once.
 
     Wrapped models (DDP, FSDP, `torch.compile`) may be enabled before or after the wrapping, PEFT's after its adapters
-    are added. A second call only sets `deterministic` and `fast` again, and judges adapters that are new.
-
-    What training draws for each row by itself (dropout, jitter of routers) is drawn once for a row of a prompt, so the
-    responses of a group share it.
-
-    Images and videos of prompts run packed in the models of
-    :data:`dualkv.integrations.transformers.media.FAMILIES`: pass `**batch.media` too, with sequence parallelism that of
-    all rows on every rank.
+    are added. A second call sets the options again, and judges adapters that are new.
 
     Args:
         model: a transformers model or a wrapper around one. It is changed in place: the attention implementation of
@@ -454,12 +444,10 @@ def enable(
         check: run a small copy of the decoder (its class, its configuration with fewer layers, heads and columns,
             random weights) on the CPU, packed and replicated, and refuse the model if hidden states differ. The check
             takes about a second, once for each configuration in a process. The first call in training, of a walk and
-            with kept products checks the same of gradients in training mode, by :func:`dualkv.walk` or with these. The
-            model itself is not run.
-        fast: also change what surrounds attention. Norms, rotary embeddings and MLPs run in fused kernels: Liger's
-            where `liger_kernel` is installed and knows the model, compiled ones otherwise, with the rounding of these
-            kernels. Layers that are checkpointed, not reentrantly, keep attention, unless `recompute_layers` says what
-            they keep.
+            with kept products checks gradients too. The model itself is not run.
+        fast: also run norms, rotary embeddings and MLPs in fused kernels, with their rounding: Liger's where
+            `liger_kernel` is installed and knows the model, compiled ones otherwise. Layers that are checkpointed, not
+            reentrantly, keep attention, unless `recompute_layers` says what they keep.
         batch_invariant: the bits of a row's hidden states and log-probs depend on its path alone, and on where that is
             cut into segments (:mod:`dualkv.integrations.transformers.invariant`). Not with `fast`, walks or context
             parallelism.
@@ -468,12 +456,12 @@ def enable(
         The same model.
 
     Raises:
-        ValueError: the small copy differs or cannot run (see `check`); a layer does not take its attention from
-            transformers' registry, is not causal, has a recurrent state of an unknown kind, a head dim above 512 or a
-            mask with a rule of the model's own; a head makes one row of logits for a whole input; installed kernels of
-            recurrent layers have no right backward on this GPU; windows or chunks of less than 1 key; PEFT's adapters
-            that read other rows or add some, or that nobody has judged (docs/transformers.md has a table); parts that
-            are not known to be batch-invariant, if that is asked for.
+        ValueError: the small copy differs or cannot run; a layer does not take its attention from transformers'
+            registry, is not causal, has a recurrent state of an unknown kind, a head dim above 512 or a mask with a
+            rule of the model's own; a head makes one result for a whole input; installed kernels of recurrent layers
+            have no right backward on this GPU; windows or chunks of less than 1 key; PEFT's adapters that read other
+            rows or add some, or that nobody has judged (docs/transformers.md has a table); parts that are not known to
+            be batch-invariant, if that is asked for.
             A call with a layout raises ValueError for attention dropout in training, noise that is not drawn for each
             row (dropped layers, NEFTune) and statistics over rows in training, other adapters than before, masks,
             caches, images that do not match their placeholders or that the model is not known to run packed, a token
@@ -514,7 +502,7 @@ def enable(
                 patching.of(around).before(_mark if marks else _hand_on)
                 patching.of(mixer).replace(patching.LAYOUT, None)
                 patching.of(mixer).before(_take_marked if marks else _take_layout)
-            patching.of(mixer).before(recurrent.enter)
+            patching.of(mixer).before(walked.enter)
     for config in _configs(model):
         patching.name_attention(config, _register(config._attn_implementation, deterministic))
     for name, module, _ in layers.decoder_layers(model):

@@ -82,12 +82,7 @@ def head(model: nn.Module) -> Head:
             _refuse_shards(inner, in_front)
     if (factor := rule.factor.of(whole.config)) != 1.0:
         before = _times(factor)
-    after = _behind(whole, rule)
-    _refuse_shards(inner, module)
-    if _is_linear(module):
-        return Head(module.weight, module.bias, before=before, batch_invariant=_is_invariant(module), **after)
-    _refuse_dropout(inner, module)
-    return Head(module=_on_rows(module), before=before, batch_invariant=_is_invariant(module), **after)
+    return _behind(owners, rule, _is_linear(module), module, before)
 
 
 def within(model: nn.Module) -> tuple[nn.Module, Callable[[Rows], Head]]:
@@ -105,24 +100,27 @@ def within(model: nn.Module) -> tuple[nn.Module, Callable[[Rows], Head]]:
     if changes or hasattr(module, "_fsdp_wrapped_module"):
         found = f"the forward hook {changes[0]!r}" if changes else "FSDP1's wrapper of its own"
         raise ValueError(f"the head of {type(owners[1]).__name__} has {found}: {INSTEAD}")
-    _rule(*owners)
-    return module, partial(_left, *owners, module, _is_linear(module, with_hooks=False))
+    return module, partial(_behind, owners, _rule(*owners), _is_linear(module, with_hooks=False))
 
 
-def _left(whole: PreTrainedModel, inner: PreTrainedModel, module: Any, linear: bool, forward: Rows) -> Head:
-    """Make the head behind the input of a model's module, while its weights are gathered there."""
+def _behind(
+    owners: tuple[PreTrainedModel, PreTrainedModel], rule: Rule, linear: bool, forward: Rows, before: Rows | None = None
+) -> Head:
+    """Make the head behind the input of a model's module, whose weights are gathered: by its weight if it is `linear`,
+    else by `forward`."""
+    whole, inner = owners
+    module: Any = output(inner)
     _refuse_shards(inner, module)
-    after = _behind(whole, _rule(whole, inner))
+    made: dict[str, Any] = {
+        "before": before,
+        "scale": rule.scale.of(whole.config),
+        "softcap": None if rule.cap is None else float(_at(whole.config, rule.cap)),
+        "batch_invariant": any(patching.INVARIANT in vars(part) for part in module.modules()),
+    }
     if linear:
-        return Head(module.weight, module.bias, batch_invariant=_is_invariant(module), **after)
+        return Head(module.weight, module.bias, **made)
     _refuse_dropout(inner, module)
-    return Head(module=_on_rows(forward), batch_invariant=_is_invariant(module), **after)
-
-
-def _behind(whole: PreTrainedModel, rule: Rule) -> dict[str, Any]:
-    """Read the scale and the cap that a model puts behind the module of its head."""
-    cap = None if rule.cap is None else float(_at(whole.config, rule.cap))
-    return {"scale": rule.scale.of(whole.config), "softcap": cap}
+    return Head(module=_on_rows(forward), **made)
 
 
 def known(model: nn.Module) -> None:
@@ -215,17 +213,13 @@ def _is_linear(module: Any, with_hooks: bool = True) -> bool:
     if type(module).__name__ == "ModulesToSaveWrapper":  # of PEFT: its `weight` is that of the copy which is active
         inside = [module.original_module, *module.modules_to_save.values()]
     for part in inside:
-        cls = next(c for c in type(part).__mro__ if not issubclass(c, FSDPModule))
-        if cls is not nn.Linear or ("forward" in vars(part) and patching.INVARIANT not in vars(part)):
+        if selfcheck.class_of(part) is not nn.Linear or (
+            "forward" in vars(part) and patching.INVARIANT not in vars(part)
+        ):
             return False
     called = [part for part in (module, *inside) if with_hooks or part is not module]
     hooks = [hook for part in called for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())]
     return all(map(_gathers, hooks))
-
-
-def _is_invariant(module: nn.Module) -> bool:
-    """Whether a head's products are batch-invariant (:mod:`dualkv.integrations.transformers.invariant`)."""
-    return any(patching.INVARIANT in vars(part) for part in module.modules())
 
 
 def _gathers(hook: Any) -> bool:
@@ -329,9 +323,8 @@ def _rule(whole: PreTrainedModel, inner: PreTrainedModel) -> Rule:
     read = [*_fields(whole.config, READ)]
     found = _OF_MODEL.get(whole)
     if found is None or found[0] != read:
-        # fully_shard replaces the class of a module by a subclass of its own.
-        classes = [next(c for c in type(m).__mro__ if not issubclass(c, FSDPModule)) for m in (whole, inner)]
-        found = _OF_MODEL[whole] = read, rule_of(classes[0], whole.config, classes[1])
+        rule = rule_of(selfcheck.class_of(whole), whole.config, selfcheck.class_of(inner))
+        found = _OF_MODEL[whole] = read, rule
     return found[1]
 
 

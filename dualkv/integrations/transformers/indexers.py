@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -84,25 +85,20 @@ def install(module: nn.Module) -> None:
     if (indexer := of_layer(module)) is not None:
         patching.of(module).before(_hand_on)
         patching.of(indexer).replace(patching.LAYOUT, None)
-        patching.of(indexer).replace("forward", _Forward(indexer))
+        patching.of(indexer).replace("forward", partial(_forward, indexer))
         patching.of(indexer).replace(SETS, None)
     if hasattr(type(module), MAKE_MASK):  # layers without an indexer get the indices of the one before
-        patching.of(module).replace(MAKE_MASK, _MakeMask(module))
+        patching.of(module).replace(MAKE_MASK, partial(_make_mask, module))
         patching.of(module).replace(SETS, None)
 
 
-class _MakeMask:
+def _make_mask(layer: Any, topk_indices: torch.Tensor, query_states: torch.Tensor, kv_length: int) -> torch.Tensor:
     """The method of a layer that makes a mask of indices: its own one, or a packed call's mask beside their sets."""
-
-    def __init__(self, layer: Any) -> None:
-        self.layer = layer
-
-    def __call__(self, topk_indices: torch.Tensor, query_states: torch.Tensor, kv_length: int) -> torch.Tensor:
-        if (sets := getattr(topk_indices, SETS, None)) is None:
-            own: torch.Tensor = getattr(type(self.layer), MAKE_MASK)(self.layer, topk_indices, query_states, kv_length)
-            return own
-        patching.hand(self.layer, sets, SETS)
-        return masks.of_all_keys(query_states.device)
+    if (sets := getattr(topk_indices, SETS, None)) is None:
+        own: torch.Tensor = getattr(type(layer), MAKE_MASK)(layer, topk_indices, query_states, kv_length)
+        return own
+    patching.hand(layer, sets, SETS)
+    return masks.of_all_keys(query_states.device)
 
 
 def _hand_on(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -110,32 +106,26 @@ def _hand_on(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     patching.hand(module.indexer, kwargs.get("dualkv"))
 
 
-class _Forward:
+def _forward(indexer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """The forward of an indexer: its own one, or the sets of a packed call, [1, S, t, W], empty where all are seen."""
-
-    def __init__(self, indexer: Any) -> None:
-        self.indexer = indexer
-
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        indexer, own = self.indexer, type(self.indexer).forward
-        dualkv = getattr(indexer, patching.LAYOUT)
-        patching.hand(indexer, None)
-        if dualkv is None:
-            return own(indexer, *args, **kwargs)
-        given = inspect.signature(own).bind(indexer, *args, **kwargs).arguments
-        budget = getattr(indexer, BUDGET, None)
-        limit = longest_path(indexer.config) if budget is None else budget
-        sets = given["hidden_states"].new_empty(0, 0, 0, dtype=torch.int32)
-        if _is_longer(limit, dualkv):
-            sets = _once(indexer, dict(given), dualkv)
-        if hasattr(indexer, POOLS):  # its layer makes a mask, and may hand indices to the next layer
-            indices = sets.new_zeros(1)
-            patching.hand(indices, sets[None], SETS)
-            return indices
-        if budget is None:
-            return sets[None]
-        patching.hand(indexer, sets[None], SETS)  # its layer hands a mask on alone
-        return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=sets.device)
+    own, dualkv = type(indexer).forward, getattr(indexer, patching.LAYOUT)
+    patching.hand(indexer, None)
+    if dualkv is None:
+        return own(indexer, *args, **kwargs)
+    given = inspect.signature(own).bind(indexer, *args, **kwargs).arguments
+    budget = getattr(indexer, BUDGET, None)
+    limit = longest_path(indexer.config) if budget is None else budget
+    sets = given["hidden_states"].new_empty(0, 0, 0, dtype=torch.int32)
+    if _is_longer(limit, dualkv):
+        sets = _once(indexer, dict(given), dualkv)
+    if hasattr(indexer, POOLS):  # its layer makes a mask, and may hand indices to the next layer
+        indices = sets.new_zeros(1)
+        patching.hand(indices, sets[None], SETS)
+        return indices
+    if budget is None:
+        return sets[None]
+    patching.hand(indexer, sets[None], SETS)  # its layer hands a mask on alone
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=sets.device)
 
 
 def with_sets(module: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:

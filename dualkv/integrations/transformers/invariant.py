@@ -8,7 +8,7 @@ at a time (:mod:`dualkv.fixed_rows`). So do those of a vision tower, whose atten
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -22,9 +22,6 @@ from dualkv.integrations import patching
 from dualkv.integrations.transformers import adapters, layers, media, recurrent
 from dualkv.layout import Layout
 
-PLAIN_LORA = "LORA"
-# Modules with a weight that no row's product reads in another order: rows of tables.
-TABLES = (nn.Embedding,)
 # Classes that see images and whose towers are proven: these attend to one image, or one window of it, at a time.
 TOWERS = ("Qwen2VLModel", "Qwen2_5_VLModel", "Qwen3VLModel")
 CHUNKED = ("eager", "sdpa")  # attention of these towers that is called for each image
@@ -49,21 +46,12 @@ class Calls:
             )
 
 
-class EveryCall(Calls):
-    """Calls of an engine whose hooks hand on layouts later, and none to a model that sees images: all count as
-    packed."""
-
-    packed = True
-
-    def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Do nothing."""
-
-
-def install(model: nn.Module, decoders: Iterable[PreTrainedModel], calls: Calls | None = None) -> None:
+def install(model: nn.Module, decoders: Iterable[PreTrainedModel], every_call: bool = False) -> None:
     """Make packed calls of a model batch-invariant, to which there are no :func:`objections`. Its keyword arguments say
-    which calls are packed, unless `calls` does."""
-    calls = Calls() if calls is None else calls
-    for module in (*decoders, *_seeing(model)):
+    which calls are packed, unless `every_call` is, as in an engine whose hooks hand on layouts later."""
+    calls = Calls()
+    calls.packed = every_call
+    for module in () if every_call else (*decoders, *_seeing(model)):
         patching.of(module).before(calls.note)
     for module in model.modules():
         if _is_linear(module):
@@ -81,15 +69,12 @@ def objections(model: nn.Module, decoders: list[PreTrainedModel]) -> Iterator[st
     for seeing in _seeing(model):
         yield from _objections_to_tower(seeing, why)
     for kind, names, _ in adapters.of(model):
-        if kind != PLAIN_LORA or ":" in names:
+        if kind != "LORA" or ":" in names:
             yield f"batch_invariant is True with adapters of {kind} ({names}), which are not known to be so: {why}"
     for decoder in decoders:
         for name, mixer in recurrent.mixers(decoder):
             yield f"batch_invariant is True and {name} ({type(mixer).__name__}) is recurrent: {why}"
-        for name, module in decoder.named_modules():
-            wide = [key for key, x in module.named_parameters(recurse=False) if x.dim() > 1]
-            if wide and not _is_linear(module) and not isinstance(module, TABLES):
-                yield f"batch_invariant is True and {name} ({type(module).__name__}) has products of its own: {why}"
+        yield from _other_products(decoder, why, _is_linear)
 
 
 def _seeing(model: nn.Module) -> list[nn.Module]:
@@ -105,9 +90,13 @@ def _objections_to_tower(seeing: nn.Module, why: str) -> Iterator[str]:
     tower: Any = seeing.visual
     if (attention := tower.config._attn_implementation) not in CHUNKED:
         yield f"batch_invariant is True and the vision tower has attention {attention!r}, expected one of {CHUNKED}"
-    for name, module in tower.named_modules():
+    yield from _other_products(tower, why, lambda module: _is_linear(module) or _is_patches(module))
+
+
+def _other_products(model: nn.Module, why: str, is_known: Callable[[nn.Module], bool]) -> Iterator[str]:
+    for name, module in model.named_modules():
         wide = any(x.dim() > 1 for x in module.parameters(recurse=False))
-        if wide and not (_is_linear(module) or _is_patches(module) or isinstance(module, TABLES)):
+        if wide and not is_known(module) and not isinstance(module, nn.Embedding):  # rows of tables, no products
             yield f"batch_invariant is True and {name} ({type(module).__name__}) has products of its own: {why}"
 
 

@@ -272,18 +272,11 @@ def refuse_arguments(what: str, given: dict[str, Any], known: Container[str]) ->
     for name, value in given.items():
         if name in NEUTRAL or name in known:
             continue
-        if (feature := unsupported(name, value)) is not None:
-            raise ValueError(f"{what} uses {feature}")
-
-
-def unsupported(name: str, value: Any) -> str | None:
-    """The feature that `name=value`, an argument of an attention function, asks for and is not computed, or None."""
-    if value is None or value is False or (name == "dropout" and value == 0):
-        return None
-    what = (
-        f"{UNSUPPORTED[name]} ({_shown(name, value)})" if name in UNSUPPORTED else f"the argument {_shown(name, value)}"
-    )
-    return f"{what}, which dualkv.attention does not compute"
+        if value is None or value is False or (name == "dropout" and value == 0):
+            continue
+        shown = _shown(name, value)
+        feature = f"{UNSUPPORTED[name]} ({shown})" if name in UNSUPPORTED else f"the argument {shown}"
+        raise ValueError(f"{what} uses {feature}, which dualkv.attention does not compute")
 
 
 def _shown(name: str, value: Any) -> str:

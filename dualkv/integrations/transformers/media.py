@@ -179,12 +179,6 @@ def refuse_forgotten(module: nn.Module, named: dict[str, Any]) -> None:
         )
 
 
-def decodes_blindly(module: nn.Module) -> bool:
-    """Whether a model of a known family has a decoder of BLIND, which takes placed layouts only."""
-    how = family(type(module))
-    return how is not None and how.by_ids
-
-
 def takes_blocks(module: nn.Module) -> bool:
     """Whether a model of a known family reads token_type_ids."""
     how = family(type(module))

@@ -90,7 +90,8 @@ def _forward(
     """-> out [t, H, Dv], lse [H, t] fp32 (fp64 for fp64 inputs)."""
     segments = segments_of(offsets, parent)
     segments.use.seen = True
-    return _computed("forward", q, v, sets, segments, softmax_scale, sinks, q, k, v)  # type: ignore[return-value]
+    ways = _forward_with_flex, _forward_in_chunks
+    return _computed(*ways, q, v, sets, segments, softmax_scale, sinks, q, k, v)  # type: ignore[return-value]
 
 
 @torch.library.custom_op("dualkv::selected_backward", mutates_args=(), tags=OP_TAGS)
@@ -100,22 +101,23 @@ def _backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """-> dq, dk, dv in the dtypes of q, k, v; dsinks [H] in the dtype of lse ([0] without sinks)."""
     segments = segments_of(offsets, parent)
-    return _computed("backward", q, v, sets, segments, softmax_scale, sinks, dout, q, k, v, out, lse)  # type: ignore[return-value]
+    ways = _backward_with_flex, _backward_in_chunks
+    return _computed(*ways, q, v, sets, segments, softmax_scale, sinks, dout, q, k, v, out, lse)  # type: ignore[return-value]
 
 
 def _computed(
-    of: str, q: torch.Tensor, v: torch.Tensor, sets: torch.Tensor, segments: Segments, scale: float,
-    sinks: torch.Tensor | None, *tensors: torch.Tensor,
+    with_flex: Callable[..., Any], in_chunks: Callable[..., Any], q: torch.Tensor, v: torch.Tensor, sets: torch.Tensor,
+    segments: Segments, scale: float, sinks: torch.Tensor | None, *tensors: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """The results of FlexAttention where it serves the call, else of PyTorch."""
     made = None if sinks is None else sinks.to(torch.promote_types(q.dtype, torch.float32))
     with torch.autocast(q.device.type, enabled=False):
         if flex.unsupported(q, v) is None and min(q.shape[2], v.shape[2]) >= flex.MIN_HEAD_DIM:
             try:
-                return _WITH_FLEX[of](sets, segments, scale, made, *tensors)
+                return with_flex(sets, segments, scale, made, *tensors)
             except NotCompiled:
                 pass
-        return _IN_CHUNKS[of](sets, segments, scale, made, *tensors)
+        return in_chunks(sets, segments, scale, made, *tensors)
 
 
 @_forward.register_fake
@@ -221,9 +223,6 @@ def _backward_in_chunks(
             at += end - begin
     dsink = lse.new_empty(0) if sinks is None else -((sinks[:, None] - lse).exp() * delta).sum(1)
     return dq, dk.to(k.dtype), dv.to(v.dtype), dsink
-
-
-_IN_CHUNKS: dict[str, Callable[..., Any]] = {"forward": _forward_in_chunks, "backward": _backward_in_chunks}
 
 
 # ---------------------------------------------------------------- FlexAttention
@@ -364,6 +363,3 @@ def _backward_with_flex(
     found = _run("backward", _behind(sets, before, 1), segments, scale, *given)
     dq, dk, dv = (flex._rows_first(x, segments.total) for x in found)
     return dq[before:], dk, dv, dsinks(dout, out, lse, sinks, None)
-
-
-_WITH_FLEX: dict[str, Callable[..., Any]] = {"forward": _forward_with_flex, "backward": _backward_with_flex}

@@ -27,6 +27,7 @@ from dualkv.data.trees import PackedSequences
 from dualkv.draws import Draws, Shape, seed_all
 from dualkv.integrations import patching
 from dualkv.integrations.transformers import adapters, checkpointing, indexers, invariant, layers, recurrent, rotary
+from dualkv.integrations.transformers.earlier import without_libraries
 from dualkv.integrations.transformers.shrink import shrink
 from dualkv.integrations.transformers.traced import where_traced
 from dualkv.layout import Layout
@@ -73,7 +74,7 @@ def check(
     """Raises ValueError, in one sentence, if what a stage compares differs in a small copy of a decoder, of which only
     class and configuration are read, with adapters of :func:`dualkv.integrations.transformers.adapters.shrunk`. Each
     pair of them is checked once in a process."""
-    verdict = verdict_of(_class(decoder), decoder.config, enable, small, stage)
+    verdict = verdict_of(class_of(decoder), decoder.config, enable, small, stage)
     if verdict is not None:
         raise ValueError(verdict)
 
@@ -107,15 +108,15 @@ def _verdict_of_call(decoder: nn.Module, stage: Stage) -> str | None:
     """Say in one sentence why a call of this stage is refused; None if it may run, and later calls of the stage then
     skip the check."""
     small, enable, asked = vars(decoder)[ASKED]
-    verdict = verdict_of(_class(decoder), decoder.config, enable, small, stage)
+    verdict = verdict_of(class_of(decoder), decoder.config, enable, small, stage)
     if verdict is None:
         patching.of(decoder).replace(ASKED, (small, enable, (*asked, stage)))
     return verdict
 
 
-def _class(decoder: PreTrainedModel) -> type[Any]:
-    """fully_shard replaces the class of a module by a subclass of its own."""
-    return next(c for c in type(decoder).__mro__ if not issubclass(c, FSDPModule))
+def class_of(module: nn.Module) -> type[Any]:
+    """The class of a module; fully_shard replaces it by a subclass of its own."""
+    return next(c for c in type(module).__mro__ if not issubclass(c, FSDPModule))
 
 
 def verdict_of(
@@ -392,7 +393,7 @@ def _copy(cls: type[Any], config: PreTrainedConfig) -> PreTrainedModel:
     """A model on the CPU in fp32, with random weights that make attention and positions matter."""
     _in_fp32(config)
     config._attn_implementation = "eager"
-    with recurrent.without_libraries(sys.modules[cls.__module__]):
+    with without_libraries(sys.modules[cls.__module__]):
         model: PreTrainedModel = cls(config).eval()
     randomize(model, seed=0)
     return model

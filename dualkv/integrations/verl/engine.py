@@ -40,6 +40,7 @@ from dualkv.data.media import SEGMENTS
 from dualkv.data.memory import RowCosts
 from dualkv.integrations import patching, transformers
 from dualkv.integrations.metrics import RATIO
+from dualkv.integrations.recurrent import sharded
 from dualkv.integrations.transformers import adapters, fused, heads, invariant, layers, media, recurrent, support
 from dualkv.integrations.transformers.placed import Placed
 from dualkv.integrations.verl import canary, equal_bits, options, walked
@@ -113,7 +114,7 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
         super().__init__(model_config, *args, **kwargs)
         self.row_ranks = self.model_ranks = ranks = self.engine_config.ulysses_sequence_parallel_size
         if model is not None and ranks > 1:
-            recurrent.refuse(recurrent.mixers(model), ranks)
+            sharded.refuse(recurrent.mixers(model), ranks)
         if self._options.keeping is not None:
             walked.refuse(model_config, self.engine_config, self._options.keeping)
         if self._options.batch_invariant:
@@ -145,7 +146,7 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
         )
         decoder = module.get_decoder()
         if self._options.batch_invariant:
-            invariant.install(module, [decoder], invariant.EveryCall())
+            invariant.install(module, [decoder], every_call=True)
         # The hook passes the layout as a keyword argument, because checkpointing replays the keyword arguments of the
         # decoder's layers and no other state of a hook, and because fused heads pass none on to the decoder. It runs
         # before the checks of `enable` (prepend).
@@ -207,7 +208,7 @@ class DualKVEngine(WalksBatches, PacksBatches, FSDPEngineWithLMHead):
         for sentence in (*adapters.objections(module, decoders), *unproven):
             raise ValueError(sentence)
         if self._options.batch_invariant:  # the products of adapters too
-            invariant.install(module, decoders, invariant.EveryCall())
+            invariant.install(module, decoders, every_call=True)
         for decoder in decoders:
             adapters.remember(decoder)
         return module

@@ -10,10 +10,9 @@ import transformers
 import dualkv
 from dualkv.branches import Branch
 from dualkv.integrations.transformers import enable, recompute_layers
-from tests.integrations import doubled
-from tests.integrations.tiny import assert_close, gradients, make_model
+from tests.integrations.doubled import double_throughout
+from tests.integrations.tiny import assert_close, assert_gradients, gradients, make_model
 from tests.integrations.transformers import test_recurrent
-from tests.integrations.transformers.test_enabling import double_throughout
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = [5, 6, 7, 8, 9, 10]
@@ -41,17 +40,24 @@ def whole(model, batch, weights):
     return loss.detach()
 
 
-def walked(model, batch, weights, budget, found=None):
-    def forward(ids, branch):
-        return model.model(input_ids=ids, dualkv=branch).last_hidden_state
+def forward_of(model):
+    return lambda ids, branch: model.model(input_ids=ids, dualkv=branch).last_hidden_state
+
+
+def values_of(model):
+    return lambda hidden, part: part.expand(dualkv.response_logprobs(hidden, model.lm_head.weight, part)[0])
+
+
+def walked(model, batch, weights, budget, found=None, **settings):
+    values = values_of(model)
 
     def loss(hidden, part):
-        logp, _ = dualkv.response_logprobs(hidden, model.lm_head.weight, part)
+        logp = values(hidden, part)
         if found is not None:
-            found[part.places] = part.expand(logp).detach()
-        return (part.expand(logp) * weights[part.places]).sum()
+            found[part.places] = logp.detach()
+        return (logp * weights[part.places]).sum()
 
-    return dualkv.walk(batch, budget, forward, loss)
+    return dualkv.walk(batch, budget, forward_of(model), loss, **settings)
 
 
 def weights_of(batch, dtype):
@@ -60,29 +66,24 @@ def weights_of(batch, dtype):
     )
 
 
-@pytest.mark.parametrize("budget", [1, 4, 7, 100])
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "llama"])
-def test_walked_in_fp64_is_one_pass(name, budget):
-    batch = packed()
-    weights = weights_of(batch, torch.float64)
-    with double_throughout(name):
-        model, other = (enable(make_model(name, dtype=torch.float64)).train() for _ in range(2))
-        wanted = whole(model, batch, weights)
-        assert_close("loss", walked(other, batch, weights, budget), wanted, 1e-12)
-        for parameter, gradient in gradients(model).items():
-            assert_close(parameter, gradients(other)[parameter], gradient, 1e-12)
-
-
-@pytest.mark.parametrize("keep", ["nothing", "attention"])
-def test_walked_with_gradient_checkpointing(keep):
-    batch = packed()
-    weights = weights_of(batch, torch.float32)
-    model, other = (enable(make_model()).train() for _ in range(2))
+def check_walks(model, batch, budgets, bound, keeps=(None, "nothing", "attention")):
+    """Compare walks with one pass, without checkpointing and with it."""
+    weights = weights_of(batch, next(model.parameters()).dtype)
     wanted = whole(model, batch, weights)
-    recompute_layers(other, keep)
-    assert_close("loss", walked(other, batch, weights, 4), wanted, 1e-5)
-    for parameter, gradient in gradients(model).items():
-        assert_close(parameter, gradients(other)[parameter], gradient, 1e-5)
+    expected = {name: gradient.clone() for name, gradient in gradients(model).items()}
+    for keep in keeps:
+        if keep is not None:
+            recompute_layers(model, keep)
+        for budget in budgets:
+            model.zero_grad()
+            assert_close(f"loss, {keep}, {budget}", walked(model, batch, weights, budget), wanted, bound)
+            assert_gradients(model, expected, bound)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "llama"])
+def test_walked_in_fp64_is_one_pass(name):
+    with double_throughout():
+        check_walks(enable(make_model(name, dtype=torch.float64)).train(), packed(), (1, 4, 7, 100), 1e-12)
 
 
 def test_log_probs_without_gradients_and_what_is_refused():
@@ -103,43 +104,20 @@ def test_log_probs_without_gradients_and_what_is_refused():
 
 def test_frozen_projections():
     """Keys and values without gradients, as of a model whose attention is frozen: the others get theirs."""
-    batch = packed()
-    weights = weights_of(batch, torch.float32)
-    model, other = (enable(make_model()).train() for _ in range(2))
-    for one in (model, other):
-        one.requires_grad_(False)
-        one.model.layers[-1].mlp.requires_grad_()
-    whole(model, batch, weights)
-    walked(other, batch, weights, 4)
-    kept = gradients(other)
-    for parameter, gradient in gradients(model).items():
-        assert_close(parameter, kept[parameter], gradient, 1e-5)
-
-
-def check_walks(model, batch, budgets, bound, keeps=(None, "nothing", "attention")):
-    """Compare walks with one pass, without checkpointing and with it."""
-    weights = weights_of(batch, next(model.parameters()).dtype)
-    wanted = whole(model, batch, weights)
-    expected = {name: gradient.clone() for name, gradient in gradients(model).items()}
-    for keep in keeps:
-        if keep is not None:
-            recompute_layers(model, keep)
-        for budget in budgets:
-            model.zero_grad()
-            assert_close(f"loss, {keep}, {budget}", walked(model, batch, weights, budget), wanted, bound)
-            for name, gradient in gradients(model).items():
-                assert_close(f"{name}, {keep}, {budget} rows", gradient, expected[name], bound)
+    model = enable(make_model()).train().requires_grad_(False)
+    model.model.layers[-1].mlp.requires_grad_()
+    check_walks(model, packed(), (4,), 1e-5, (None,))
 
 
 def test_a_layer_that_runs_twice():
     model = make_model("llama", dtype=torch.float64)
     model.model.layers[1] = model.model.layers[0]
-    with double_throughout("llama"):
+    with double_throughout():
         check_walks(enable(model).train(), packed(), (1, 4), 1e-12)
 
 
 def test_a_recurrent_layer_that_runs_twice():
-    with doubled.double_throughout():
+    with double_throughout():
         model = test_recurrent.make("qwen3_5_text", torch.float64)
         layers = [i for i, layer in enumerate(model.model.layers) if hasattr(layer, "linear_attn")]
         model.model.layers[layers[1]] = model.model.layers[layers[0]]
@@ -182,17 +160,9 @@ WALKED = ("qwen3_5_text", "kimi_linear", "nemotron_h", "falcon_h1", "zamba2", "l
 )
 def test_recurrent_layers_in_fp64(family):
     """States and last inputs of convolutions come from the path, also where it is cut within a segment."""
-    batch = packed()
-    weights = weights_of(batch, torch.float64)
-    with doubled.double_throughout():
-        model = enable(test_recurrent.make(family, torch.float64))
-        wanted = whole(model, batch, weights)
-        expected = {name: gradient.clone() for name, gradient in gradients(model).items()}
-        for budget in (1, 3, 7, 100) if family == "qwen3_5_text" else (3,):
-            model.zero_grad()
-            assert_close("loss", walked(model, batch, weights, budget), wanted, 1e-10)
-            for name, gradient in gradients(model).items():
-                assert_close(f"{name}, {budget} rows", gradient, expected[name], 1e-9)
+    budgets = (1, 3, 7, 100) if family == "qwen3_5_text" else (3,)
+    with double_throughout():
+        check_walks(enable(test_recurrent.make(family, torch.float64)), packed(), budgets, 1e-9, (None,))
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h", "lfm2", "minimax"])
@@ -205,24 +175,16 @@ def test_long_recurrent_layers_with_gradient_checkpointing(family):
     sequences = [trunk, [*trunk[:80], *numbers[150:240]], [*trunk[:81], *numbers[240:250]], numbers[250:320]]
     sequences += [[*sequences[1][:100], 91], [*sequences[1][:100], 92, 93], [*trunk, *numbers[320:]], [*trunk, 94]]
     batch = dualkv.pack_sequences(sequences)
-    weights = weights_of(batch, torch.float64)
-    with doubled.double_throughout():
-        model = enable(test_recurrent.make(family, torch.float64))
-        wanted = whole(model, batch, weights)
-        expected = {name: gradient.clone() for name, gradient in gradients(model).items()}
-        recompute_layers(model, "nothing")
-        for budget in (23, 90) if family == "qwen3_5_text" else (23,):
-            model.zero_grad()
-            assert_close("loss", walked(model, batch, weights, budget), wanted, 1e-10)
-            for name, gradient in gradients(model).items():
-                assert_close(f"{name}, {budget} rows", gradient, expected[name], 1e-9)
+    budgets = (23, 90) if family == "qwen3_5_text" else (23,)
+    with double_throughout():
+        check_walks(enable(test_recurrent.make(family, torch.float64)), batch, budgets, 1e-9, ("nothing",))
 
 
 def test_states_of_the_path_matter(monkeypatch):
     """The results differ without the states of the path: what the tests above compare depends on them."""
     batch = packed()
     weights = weights_of(batch, torch.float64)
-    with doubled.double_throughout():
+    with double_throughout():
         model = enable(test_recurrent.make("qwen3_5_text", torch.float64))
         wanted = whole(model, batch, weights)
         keep = Branch.keep

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers")
 
 from dualkv.integrations.recurrent import rules
-from dualkv.integrations.transformers.recurrent import earlier
+from dualkv.integrations.transformers import earlier
 
 
 @pytest.mark.parametrize("starts", [False, True])

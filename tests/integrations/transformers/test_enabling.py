@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import functools
 import io
 import json
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,6 +32,7 @@ from dualkv.integrations.transformers import (  # noqa: E402
     recompute_layers,
 )
 from tests.dispatched import Dispatched  # noqa: E402
+from tests.integrations.doubled import double_throughout  # noqa: E402
 from tests.integrations.tiny import (  # noqa: E402
     ARCHITECTURES,
     LAYOUT,
@@ -39,62 +40,31 @@ from tests.integrations.tiny import (  # noqa: E402
     VOCAB,
     Losses,
     assert_close,
+    assert_gradients,
     gradients,
     hooks,
     make_model,
     paths,
     token_ids,
 )
+from tests.ranks import one_rank  # noqa: E402
+from tools import zoo  # noqa: E402
 
 
-@contextmanager
-def double_throughout(name: str) -> Iterator[None]:
-    """transformers computes norms and routers in float32 whatever the model's dtype; here they stay in float64."""
-
-    class Torch:
-        float32 = float = torch.float64
-
-        def __getattr__(self, attribute: str) -> Any:
-            return getattr(torch, attribute)
-
-    module = getattr(tf.models, name)
-    modeling = getattr(module, f"modeling_{name}")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(modeling, "torch", Torch())
-        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
-        yield
-
-
-@functools.cache
-def replicated(
-    name: str, dtype: torch.dtype, layout: dualkv.Layout = LAYOUT
-) -> tuple[list[torch.Tensor], torch.Tensor, dict[str, torch.Tensor]]:
-    """Hidden states of every path, log-probs and gradients of the plain model, each sequence alone."""
-    model = make_model(name, dtype).train()
-    hidden, logp, loss = Losses(layout, token_ids(layout), dtype).replicated(model)
-    loss.backward()
-    return hidden, logp.detach(), gradients(model)
-
-
-def check_against_replicated(
-    name: str,
-    dtype: torch.dtype,
-    tolerance: float,
-    prepare: Callable[[Any], Any] = lambda model: model,
+def check_packed(
+    make: Callable[..., Any],
     layout: dualkv.Layout = LAYOUT,
+    dtype: torch.dtype = torch.float64,
+    prepare: Callable[[Any], Any] = lambda model: model,
 ) -> None:
-    hidden, logp, expected = replicated(name, dtype, layout)
-    model = make_model(name, dtype).train()
-    losses = Losses(layout, token_ids(layout), dtype)
-    out = prepare(enable(model))(input_ids=losses.ids, dualkv=layout, output_hidden_states=True)
-    got_hidden, (got_logp, loss) = out.hidden_states[-1][0], losses.of_packed(out)
-    loss.backward()
-    for (path, _), reference in zip(paths(layout), hidden, strict=True):
-        assert_close(f"hidden states of rows {path}", got_hidden[path], reference, tolerance)
-    assert_close("log-probs", got_logp, logp, tolerance)
-    assert expected
-    for parameter, gradient in gradients(model).items():
-        assert_close(parameter, gradient, expected[parameter], tolerance)
+    """Compare logits and gradients of a packed call with those of sequences alone. make: takes a dtype, and makes equal
+    models."""
+    wide = dtype == torch.float64
+    with double_throughout() if wide else nullcontext():
+        expected = zoo.replicated(make(dtype=dtype).train(), layout)
+        model = enable(make(dtype=dtype).train(), check=not wide)  # the check is in fp32
+        got = zoo.packed(prepare(model), layout)
+    assert zoo.difference(got, expected) < (1e-10 if wide else 1e-4)
 
 
 def checkpointed(model: Any, use_reentrant: bool) -> Any:
@@ -106,63 +76,24 @@ def checkpointed(model: Any, use_reentrant: bool) -> Any:
 
 
 # ---------------------------------------------------------------- with a layout
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("layout", [LAYOUT, TREE], ids=["groups", "tree"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_packed_is_replicated_float64(name: str) -> None:
-    with double_throughout(name):
-        check_against_replicated(name, torch.float64, 1e-10)
+def test_packed_is_replicated(name: str, layout: dualkv.Layout, dtype: torch.dtype) -> None:
+    check_packed(partial(make_model, name), layout, dtype)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_packed_is_replicated_float32(name: str) -> None:
-    check_against_replicated(name, torch.float32, 1e-5)
+CHECKPOINTING: dict[str, Callable[[Any], Any]] = {
+    "not reentrant": lambda model: checkpointed(model, use_reentrant=False),
+    "reentrant": lambda model: checkpointed(model, use_reentrant=True),
+    **{keep: lambda model, keep=keep: recompute_layers(model, keep) for keep in KEEP},
+}
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_gradient_checkpointing(name: str) -> None:
-    check_against_replicated(name, torch.float32, 1e-5, lambda model: checkpointed(model, use_reentrant=False))
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_tree_is_its_paths_float64(name: str) -> None:
-    """Tokens of inner segments are in the loss of every path below them."""
-    with double_throughout(name):
-        check_against_replicated(name, torch.float64, 1e-10, layout=TREE)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_tree_with_gradient_checkpointing(use_reentrant: bool) -> None:
-    check_against_replicated("qwen3", torch.float32, 1e-5, lambda model: checkpointed(model, use_reentrant), TREE)
-
-
-def test_pack_sequences_through_a_model() -> None:
-    """Token lists become rows of log-probs, which equal those of each sequence alone; each sequence masks the shared
-    part in its own way."""
-    sequences = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 4, 4], [5, 6, 3], [5, 6, 7], [9, 9], [5, 6, 7, 8, 9]]
-    masks = [[i > 0 and (i + k) % 3 > 0 for i in range(len(s))] for k, s in enumerate(sequences)]
-    model = make_model().train()
-    batch = dualkv.pack_sequences(sequences, masks)
-    assert batch.layout.depth == 4
-    hidden = enable(model).model(
-        input_ids=batch.input_ids, position_ids=batch.position_ids, dualkv=batch.layout
-    ).last_hidden_state  # fmt: skip
-    rows = batch.unpack(dualkv.response_logprobs(hidden, model.lm_head.weight, batch)[0])
-    weights = [torch.randn(len(row), generator=torch.Generator().manual_seed(k)) for k, row in enumerate(rows)]
-    sum((w * row).sum() for w, row in zip(weights, rows, strict=True)).backward()
-    alone = make_model().train()
-    loss = torch.zeros(())
-    for s, mask, weight, row in zip(sequences, masks, weights, rows, strict=True):
-        ids = torch.tensor(s)
-        logp = alone(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-        logp = logp[torch.tensor(mask[1:])]
-        assert_close("log-probs", row, logp, 1e-5)
-        loss = loss + (weight * logp).sum()
-    loss.backward()
-    for parameter, gradient in gradients(alone).items():
-        assert_close(parameter, gradients(model)[parameter], gradient, 1e-5)
-
-
-def test_reentrant_gradient_checkpointing() -> None:
-    check_against_replicated("qwen3", torch.float32, 1e-5, lambda model: checkpointed(model, use_reentrant=True))
+@pytest.mark.parametrize("way", CHECKPOINTING)
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_gradient_checkpointing(name: str, way: str) -> None:
+    check_packed(partial(make_model, name), TREE, torch.float32, CHECKPOINTING[way])
 
 
 class Count(TorchDispatchMode):
@@ -177,19 +108,13 @@ class Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
-@pytest.mark.parametrize("keep", KEEP)
-def test_recomputed_layers_keep_what_they_are_told(name: str, keep: str) -> None:
-    check_against_replicated(name, torch.float32, 1e-5, lambda model: recompute_layers(model, keep))
-
-
 def test_kept_attention_and_products_are_not_computed_again() -> None:
     """Two layers of seven products each, of which a recomputation leaves out the last: no backward reads its result."""
     attention, products = torch.ops.dualkv.fwd.default, torch.ops.aten.mm.default
-    losses = Losses(LAYOUT, token_ids(LAYOUT), torch.float32)
+    losses, grads = Losses(LAYOUT, token_ids(LAYOUT), torch.float32), []
     for keep, layers, again in (
         ("nothing", None, (2, 12)), ("attention", 1, (1, 12)), ("attention", None, (0, 12)), ("products", 1, (0, 6)),
-        ("products", None, (0, 0)), ("all", None, (0, 0)),
+        ("products", None, (0, 0)), ("all", 1, (0, 0)), ("all", None, (0, 0)),
     ):  # fmt: skip
         model = recompute_layers(enable(make_model().train()), keep, layers=layers)
         _, loss = losses.packed(model)
@@ -197,6 +122,8 @@ def test_kept_attention_and_products_are_not_computed_again() -> None:
             loss.backward()
         backward = 2 * (2 * 7 + 1)  # of the layers and of the head, two for each
         assert (attentions.count, mms.count - backward) == again, keep
+        grads.append([p.grad for p in model.parameters()])
+        assert all(map(torch.equal, grads[-1], grads[0])), keep
 
 
 def test_recomputation_is_refused_where_it_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +143,7 @@ def test_recomputation_is_refused_where_it_would_be_wrong(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_packed_does_not_depend_on_the_own_implementation(attention: str) -> None:
-    with double_throughout("qwen3"):
+    with double_throughout():
         logits = enable(make_model(dtype=torch.float64, attention=attention))(
             input_ids=token_ids(LAYOUT), position_ids=LAYOUT.position_ids[None], dualkv=LAYOUT
         ).logits
@@ -230,7 +157,8 @@ def test_half_precision(dtype: torch.dtype) -> None:
     loss.backward()
     assert all(gradient.isfinite().all() for gradient in gradients(model).values())
     assert logp.dtype == dtype
-    assert_close("log-probs", logp.float(), replicated("qwen3", torch.float32)[1], 0.05)
+    _, expected, _ = Losses(LAYOUT, token_ids(LAYOUT), torch.float32).replicated(make_model())
+    assert_close("log-probs", logp.float(), expected, 0.05)
 
 
 def test_inputs_embeds_and_no_position_ids() -> None:
@@ -307,8 +235,7 @@ def test_one_graph_for_all_layouts(dynamic: bool | None, checkpoint: bool, backe
         expected, expected_loss = losses.packed(eager, **kwargs)
         loss.backward(), expected_loss.backward()
         assert_close("log-probs", logp, expected, 1e-5)
-        for parameter, gradient in gradients(eager).items():
-            assert_close(parameter, gradients(model)[parameter], gradient, 1e-5)
+        assert_gradients(model, gradients(eager), 1e-5)
         graphs.append(stats["unique_graphs"])
     assert graphs[-1] <= (1 if dynamic else 2), f"graphs after each batch: {graphs}"
     assert graphs[1:] == [graphs[1]] * (len(graphs) - 1), f"graphs after each batch: {graphs}"
@@ -465,15 +392,7 @@ def test_wrapped_models() -> None:
         decoder(input_ids=token_ids(LAYOUT), dualkv=LAYOUT)
 
 
-@pytest.fixture
-def process_group(tmp_path: Any) -> Iterator[None]:
-    dist = torch.distributed
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("process_group")
+@one_rank()
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
 def test_data_parallel_wrappers_pass_the_layout_on(wrap: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
@@ -487,9 +406,10 @@ def test_data_parallel_wrappers_pass_the_layout_on(wrap: str) -> None:
             fully_shard(layer, mesh=mesh)
         return fully_shard(model, mesh=mesh)
 
-    expected = replicated("qwen3", torch.float32)[2]
-    model = make_model().train()
-    Losses(LAYOUT, token_ids(LAYOUT), torch.float32).packed(prepare(enable(model)))[1].backward()
+    losses, alone, model = Losses(LAYOUT, token_ids(LAYOUT), torch.float32), make_model(), make_model().train()
+    losses.replicated(alone)[2].backward()
+    losses.packed(prepare(enable(model)))[1].backward()
+    expected = gradients(alone)
     for parameter, gradient in gradients(model).items():
         whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
         assert_close(parameter, whole, expected[parameter], 1e-5)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 import dualkv
 
@@ -24,9 +25,9 @@ from dualkv.integrations.transformers.experts import (
     routers,
     routes_of_rows,
 )
-from tests.integrations.tiny import assert_close, gradients, make_featured, make_model
+from tests.integrations.doubled import double_throughout
+from tests.integrations.tiny import assert_close, assert_gradients, make_featured, make_model, take_gradients
 from tests.integrations.transformers.test_branches import SEQUENCES
-from tests.integrations.transformers.test_enabling import double_throughout
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -39,27 +40,26 @@ def packed() -> dualkv.PackedSequences:
     return dualkv.pack_sequences(SEQUENCES)
 
 
+def padded() -> dict[str, torch.Tensor]:
+    rows = [torch.tensor(sequence) for sequence in SEQUENCES]
+    ids, mask = (pad_sequence(of, batch_first=True) for of in (rows, [torch.ones_like(row) for row in rows]))
+    return {"input_ids": ids, "attention_mask": mask}
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_load_balancing_loss_is_that_of_separate_sequences(name):
     """transformers' own loss of the padded sequences, and its gradients; counted by rows it is another one."""
     batch = packed()
-    width = max(map(len, SEQUENCES))
-    ids, mask = torch.zeros(2, len(SEQUENCES), width, dtype=torch.int64)
-    for i, sequence in enumerate(SEQUENCES):
-        ids[i, : len(sequence)] = torch.tensor(sequence)
-        mask[i, : len(sequence)] = 1
-    with double_throughout(name):
+    with double_throughout():
         model = make(name).train()
-        wanted = model(input_ids=ids, attention_mask=mask, output_router_logits=True).aux_loss
+        wanted = model(**padded(), output_router_logits=True).aux_loss
         wanted.backward()
-        expected = {key: gradient.clone() for key, gradient in gradients(model).items()}
-        model.zero_grad()
+        expected = take_gradients(model)
         out = enable(model)(input_ids=batch.input_ids, dualkv=batch.layout, output_router_logits=True)
         found = load_balancing_loss(model, out.router_logits, batch)
         found.backward()
         assert_close("loss", found, wanted, 1e-6)  # a sum in fp32 within transformers
-        for key, gradient in gradients(model).items():
-            assert_close(key, gradient, expected[key], 1e-5)
+        assert_gradients(model, expected, 1e-5)
         by_rows = load_balancing_loss(model, out.router_logits, batch, count="rows")
         assert_close("rows", by_rows, out.aux_loss, 1e-6)
         assert abs(by_rows - wanted) > 1e-4 * wanted
@@ -74,9 +74,7 @@ def test_load_balancing_loss_of_dbrx():
         **sizes, attn_config={"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8}, ffn_config=of_experts
     )
     model, batch = transformers.DbrxForCausalLM(config).eval(), packed()
-    width = max(map(len, SEQUENCES))
-    ids, mask = (torch.tensor([[*f(s), *[0] * (width - len(s))] for s in SEQUENCES]) for f in (list, np.ones_like))
-    wanted = model(input_ids=ids, attention_mask=mask.long(), output_router_logits=True).aux_loss
+    wanted = model(**padded(), output_router_logits=True).aux_loss
     out = enable(model)(input_ids=batch.input_ids, dualkv=batch.layout, output_router_logits=True)
     assert_close("loss", load_balancing_loss(model, out.router_logits, batch), wanted, 1e-5)
 
@@ -153,7 +151,7 @@ def recorded_routes(layers: int, experts: int, k: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_replayed_routes_are_those_of_separate_sequences(name):
     batch = packed()
-    with double_throughout(name):
+    with double_throughout():
         model = enable(make(name)).train()
         config = model.config
         experts = getattr(config, "num_experts", None) or config.num_local_experts
@@ -165,8 +163,7 @@ def test_replayed_routes_are_those_of_separate_sequences(name):
                 hidden = model.model(input_ids=torch.tensor([sequence])).last_hidden_state[0]
                 (hidden * weights).sum().backward()
             alone.append(hidden.detach())
-        expected = {key: gradient.clone() for key, gradient in gradients(model).items()}
-        model.zero_grad()
+        expected = take_gradients(model)
         recompute_layers(model, "nothing")
         found, differing = routes_of_rows(batch, recorded)
         assert differing == 0
@@ -176,8 +173,7 @@ def test_replayed_routes_are_those_of_separate_sequences(name):
             sum((row * weights).sum() for row in rows).backward()
         for row, wanted in zip(rows, alone, strict=True):
             assert_close("hidden", row.detach(), wanted, 1e-12)
-        for key, gradient in gradients(model).items():
-            assert_close(key, gradient, expected[key], 1e-10)
+        assert_gradients(model, expected, 1e-10)
         other = model.model(input_ids=batch.input_ids, dualkv=batch.layout).last_hidden_state
         assert (other - hidden).abs().max() > 1e-3, "the routers' own choice is another one, and back"
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import dualkv
 
 tf = pytest.importorskip("transformers")
 
 from dualkv.integrations.transformers import enable, head, masks, recompute_layers, selfcheck  # noqa: E402
-from dualkv.sequence_parallel import Shard  # noqa: E402
 from tests.integrations.tiny import (  # noqa: E402
     FEATURED,
     FULL,
@@ -22,50 +20,27 @@ from tests.integrations.tiny import (  # noqa: E402
     SIZES,
     SLIDING,
     TREE,
-    Losses,
     assert_close,
-    gradients,
     make_featured,
     paths,
     token_ids,
 )
-from tests.integrations.transformers.test_enabling import double_throughout  # noqa: E402
-from tests.ranks import on_ranks  # noqa: E402
+from tests.integrations.transformers.test_enabling import check_packed  # noqa: E402
 
 # Windows and chunks of fewer tokens than a prompt has, than a response, and than both; of 4, they end at any depth.
 CASES = {"both": (LAYOUT, 3), "either": (LAYOUT, 5), "response": (LAYOUT, 8), "tree": (TREE, 4)}
 
 
-def check(name: str, layout: dualkv.Layout, window: int, prepare: Any = lambda model: model) -> None:
-    """Hidden states, log-probs and all gradients of a tiny model in fp64."""
-    losses = Losses(layout, token_ids(layout), torch.float64)
-    with double_throughout(name):
-        model = make_featured(name, window, torch.float64).train()
-        hidden, expected_logp, loss = losses.replicated(model)
-        loss.backward()
-        expected = gradients(model)
-        model = prepare(enable(make_featured(name, window, torch.float64).train(), check=False))
-        out = model(input_ids=losses.ids, dualkv=layout, output_hidden_states=True)
-        logp, loss = losses.of_packed(out)
-        loss.backward()
-    for (path, _), reference in zip(paths(layout), hidden, strict=True):
-        assert_close(f"hidden states of rows {path}", out.hidden_states[-1][0][..., path, :], reference, 1e-12)
-    assert_close("log-probs", logp, expected_logp, 1e-12)
-    for parameter, gradient in gradients(model).items():
-        assert_close(parameter, gradient, expected[parameter], 1e-11)
-    for parameter in (x for x in expected if x.endswith("sinks")):
-        assert expected[parameter].abs().min() > 0
-
-
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", FEATURED)
 def test_packed_is_replicated(name: str, case: str) -> None:
-    check(name, *CASES[case])
+    layout, window = CASES[case]
+    check_packed(partial(make_featured, name, window), layout)
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "llama4"])
 def test_with_recomputed_layers(name: str) -> None:
-    check(name, LAYOUT, 5, lambda model: recompute_layers(model, "attention"))
+    check_packed(partial(make_featured, name, 5), prepare=lambda model: recompute_layers(model, "attention"))
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "llama4"])
@@ -93,46 +68,6 @@ def test_enable_notices_a_window_that_is_off_by_one(name: str, off: int, monkeyp
     monkeypatch.setattr(masks, "read", other)
     with pytest.raises(ValueError, match="differ by"):
         enable(make_featured(name, 100))
-
-
-# ---------------------------------------------------------------- sequence parallelism
-SHARED = ("gpt_oss", "llama4")  # windows and sinks; chunks and a temperature that counts the rows of a rank
-RANKS = 2
-
-
-def weighted(hidden: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """A loss of hidden states [1, T, C] whose rows begin at row `first` of the layout's."""
-    whole = torch.randn(LAYOUT.num_tokens, hidden.shape[-1], generator=torch.Generator().manual_seed(2))
-    weight = torch.nn.functional.pad(whole, (0, 0, 0, RANKS))[first : first + hidden.shape[1]]
-    return (hidden[0] * weight).sum()
-
-
-def on_a_rank(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo")
-    shard = Shard(LAYOUT, dist.group.WORLD)
-    ids = torch.nn.functional.pad(token_ids(LAYOUT), (0, RANKS))
-    first = rank * shard.num_tokens
-    found = {}
-    for name in SHARED:
-        model = enable(make_featured(name, 5), check=False).model
-        hidden = model(input_ids=ids[:, first : first + shard.num_tokens], dualkv=shard).last_hidden_state
-        weighted(hidden, first).backward()
-        found[name] = hidden.detach()[0], gradients(model)
-    torch.save(found, f"{folder}/{rank}")
-    dist.destroy_process_group()
-
-
-def test_shares_of_ranks_are_the_whole(tmp_path: Path) -> None:
-    on_ranks(RANKS, "tests.integrations.transformers.test_features:on_a_rank", str(tmp_path))
-    ranks = [torch.load(tmp_path / str(rank), weights_only=False) for rank in range(RANKS)]
-    for name in SHARED:
-        model = enable(make_featured(name, 5), check=False).model
-        hidden = model(input_ids=token_ids(LAYOUT), dualkv=LAYOUT).last_hidden_state
-        weighted(hidden).backward()
-        got = torch.cat([found[name][0] for found in ranks])[: LAYOUT.num_tokens]
-        assert_close("hidden states", got, hidden.detach()[0], 1e-5)
-        for parameter, gradient in gradients(model).items():
-            assert_close(parameter, sum(found[name][1][parameter] for found in ranks), gradient, 1e-5)
 
 
 @pytest.mark.parametrize(("name", "field"), [("mistral", "sliding_window"), ("llama4", "attention_chunk_size")])

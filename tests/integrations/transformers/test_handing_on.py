@@ -15,7 +15,14 @@ from dualkv.integrations.transformers import (  # noqa: E402
     layers,
     recompute_layers,
 )
-from tests.integrations.tiny import LAYOUT, SIZES, TREE, Losses, assert_close, gradients, hooks, token_ids  # noqa: E402
+from tests.integrations.tiny import (  # noqa: E402
+    LAYOUT,
+    SIZES,
+    TREE,
+    hooks,
+    token_ids,
+)
+from tools import zoo  # noqa: E402
 
 TINY = {name: value for name, value in SIZES.items() if name != "head_dim"}
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -26,19 +33,14 @@ def made(family: str, **settings: Any) -> Any:
     return getattr(tf, family)(getattr(tf, f"{family.split('For')[0]}Config")(**settings))
 
 
-def compare(model: Any, packed: Any = None) -> None:
+def compare(model: Any, compiled: bool = False) -> None:
     for layout in (LAYOUT, TREE):
-        losses = Losses(layout, token_ids(layout), torch.float32)
-        model.zero_grad()
-        _, expected, loss = losses.replicated(model)
-        loss.backward()
-        of_replicated = {name: gradient.clone() for name, gradient in gradients(model).items()}
-        model.zero_grad()
-        logp, loss = losses.packed(enable(model) if packed is None else packed)
-        loss.backward()
-        assert_close("log-probs", logp, expected, 1e-5)
-        for name, gradient in gradients(model).items():
-            assert_close(name, gradient, of_replicated[name], 1e-4)
+        expected = zoo.replicated(model, layout)
+        enable(model)
+        call = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+        logits, found = zoo.packed(call, layout)
+        got = logits, {name.removeprefix("_orig_mod."): gradient for name, gradient in found.items()}
+        assert zoo.difference(got, expected) < 1e-4
 
 
 @pytest.mark.parametrize("family", ["StableLmForCausalLM", "NemotronForCausalLM"])
@@ -51,7 +53,7 @@ def test_layers_that_hand_no_keyword_arguments_on(family: str) -> None:
         recompute_layers(model.train())(input_ids=token_ids(LAYOUT), dualkv=LAYOUT)
     model.eval()
     if family.startswith("Nemotron"):
-        compare(model, torch.compile(enable(model), backend="eager", fullgraph=True))
+        compare(model, compiled=True)
     assert all(part.dualkv_layout is None for part in layers.attention_modules(model))
     ids = token_ids(LAYOUT)
     with_hooks = model(input_ids=ids).logits

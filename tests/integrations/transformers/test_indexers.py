@@ -26,6 +26,7 @@ from dualkv.integrations.transformers import (  # noqa: E402
     selfcheck,
 )
 from dualkv.ops import compiling, flex  # noqa: E402
+from tests.integrations.doubled import double_throughout  # noqa: E402
 from tests.integrations.tiny import (  # noqa: E402
     FULL,
     LAYOUT,
@@ -33,14 +34,15 @@ from tests.integrations.tiny import (  # noqa: E402
     SLIDING,
     TREE,
     assert_close,
+    assert_gradients,
     gradients,
     hooks,
     paths,
+    take_gradients,
     token_ids,
 )
 from tests.integrations.transformers import test_branches  # noqa: E402
-from tests.integrations.transformers.test_enabling import double_throughout  # noqa: E402
-from tests.integrations.transformers.test_latent import EXPERTS, LATENT, weighted  # noqa: E402
+from tests.integrations.transformers.test_latent import EXPERTS, LATENT  # noqa: E402
 from tests.ranks import on_ranks  # noqa: E402
 
 KEYS = 5  # that are selected
@@ -105,8 +107,11 @@ def by_row(calls: list[torch.Tensor]) -> list[torch.Tensor]:
     return [row for call in calls for row in (call if call.dim() == 4 else call[:, None])[0].unbind(1)]
 
 
-def loss(model: Any, layout: dualkv.Layout, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    return weighted(layout, hidden[rows], rows, dict.fromkeys(rows, 1))
+def weighted(layout: dualkv.Layout, hidden: torch.Tensor, rows: Any, times: Counter[int] | None = None) -> torch.Tensor:
+    """A loss of the hidden states of rows, in which a row counts `1 / times[row]`."""
+    weight = torch.randn(layout.num_tokens, SIZES["hidden_size"], generator=torch.Generator().manual_seed(3)).double()
+    parts = torch.tensor([1 if times is None else times[row] for row in rows])[:, None]
+    return (hidden * weight[rows] / parts).sum()
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, TREE], ids=["groups", "tree"])
@@ -125,7 +130,7 @@ def test_packed_is_replicated(name: str, layout: dualkv.Layout, monkeypatch: pyt
 
     highest = indexers.highest
     monkeypatch.setattr(indexers, "highest", noted)
-    with double_throughout(name):
+    with double_throughout():
         model, each, alone = make(name), [], []
         for path, _ in paths(layout):
             with indexers.first_of_equals(), Scores() as scores:
@@ -135,7 +140,7 @@ def test_packed_is_replicated(name: str, layout: dualkv.Layout, monkeypatch: pyt
         sum(weighted(layout, x, path, times) for x, (path, _) in zip(each, paths(layout), strict=True)).backward()
         packed = enable(make(name), check=False)
         hidden = packed(input_ids=ids, dualkv=layout)[0][0]
-        loss(packed, layout, hidden, sorted(times)).backward()
+        weighted(layout, hidden[sorted(times)], sorted(times)).backward()
     k, tied, selecting, per_layer = (3 if name == M3 else KEYS), 0, 0, layout.num_tokens
     for (path, _), rows in zip(paths(layout), alone, strict=True):
         for at, expected in enumerate(rows):
@@ -154,9 +159,8 @@ def test_packed_is_replicated(name: str, layout: dualkv.Layout, monkeypatch: pyt
     for (path, _), reference in zip(paths(layout), each, strict=True):
         assert_close(f"hidden states of rows {path}", hidden[path], reference, 1e-12)
     expected_of = gradients(model)
-    for parameter, gradient in gradients(packed).items():
-        assert_close(parameter, gradient, expected_of[parameter], 1e-11)
-    with double_throughout(name):
+    assert_gradients(packed, expected_of, 1e-11)
+    with double_throughout():
         dense = enable(make(name, **all_keys(name)), check=False)(input_ids=ids, dualkv=layout)[0][0]
     assert (dense - hidden).norm() > 1e-2 * hidden.norm(), "selection matters"
 
@@ -173,11 +177,10 @@ def assert_packed_is_replicated(model: Any, ids: torch.Tensor) -> None:
     model.zero_grad()
     recompute_layers(enable(model, check=False), "nothing")
     hidden = model(input_ids=ids, dualkv=LAYOUT)[0][0]
-    loss(model, LAYOUT, hidden, sorted(times)).backward()
+    weighted(LAYOUT, hidden[sorted(times)], sorted(times)).backward()
     for (path, _), reference in zip(paths(LAYOUT), each, strict=True):
         assert_close(f"hidden states of rows {path}", hidden[path], reference, 1e-5)
-    for parameter, gradient in gradients(model).items():
-        assert_close(parameter, gradient, expected_of[parameter], 5e-4)
+    assert_gradients(model, expected_of, 5e-4)
 
 
 def test_pools_of_keys_that_layers_share() -> None:
@@ -243,7 +246,7 @@ def selections(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def gradients_of(model: Any, layout: dualkv.Layout = TREE) -> dict[str, torch.Tensor]:
     model.zero_grad()
     hidden = model(input_ids=token_ids(layout), dualkv=layout)[0][0]
-    loss(model, layout, hidden.double(), list(range(layout.num_tokens))).backward()
+    weighted(layout, hidden.double(), range(layout.num_tokens)).backward()
     return gradients(model)
 
 
@@ -279,7 +282,7 @@ def test_a_walk_selects_as_one_call(name: str, recomputed: bool, selections: lis
         branches.append(branch)
         return model(input_ids=input_ids, dualkv=branch)[0]
 
-    with double_throughout(name):
+    with double_throughout():
         model = enable(make(name), check=False)
         (model(input_ids=batch.input_ids, dualkv=batch.layout)[0][0] * weight).sum().backward()
         expected = {parameter: gradient.clone() for parameter, gradient in gradients(model).items()}
@@ -289,8 +292,7 @@ def test_a_walk_selects_as_one_call(name: str, recomputed: bool, selections: lis
         model.zero_grad()
         dualkv.walk(batch, 4, forward, lambda hidden, part: (hidden[0] * weight[part.rows]).sum())
     assert len(selections) == 2 * len({*map(id, branches)}) < 2 * len(branches)
-    for parameter, gradient in gradients(model).items():
-        assert_close(parameter, gradient, expected[parameter], 1e-11)
+    assert_gradients(model, expected, 1e-11)
 
 
 # ---------------------------------------------------------------- ranks
@@ -301,8 +303,7 @@ def on_a_rank(rank: int) -> None:
         hidden = model(input_ids=ids, dualkv=LAYOUT)[0][0]
         weight = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0))
         (hidden * weight).sum().backward()
-        expected = {parameter: gradient.clone() for parameter, gradient in gradients(model).items()}
-        model.zero_grad()
+        expected = take_gradients(model)
         shard = Shard(LAYOUT, dist.group.WORLD)
         mine = model(input_ids=shard.split(ids, 1), dualkv=shard)[0]
         (mine[0] * shard.split(weight)).sum().backward()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +25,8 @@ from dualkv.integrations.transformers import (  # noqa: E402
     recompute_layers,
 )
 from tests.dispatched import Dispatched  # noqa: E402
-from tests.integrations.tiny import LAYOUT, make_model, token_ids  # noqa: E402
+from tests.integrations.tiny import LAYOUT, token_ids  # noqa: E402
+from tests.ranks import one_rank  # noqa: E402
 
 ROWS, WIDTH = 6, 8
 Layer = Callable[..., torch.Tensor]
@@ -82,11 +82,9 @@ def received(y: torch.Tensor) -> None:
 
 
 @pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    folder: Path = tmp_path_factory.mktemp("group")
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def group() -> Iterator[None]:
+    with one_rank():
+        yield
 
 
 def gradients(layer: Layer, context_fn: Any = None, after: Callable[[torch.Tensor], Any] = lambda _: None) -> Any:
@@ -291,9 +289,9 @@ def test_a_model_that_is_compiled_as_a_whole(monkeypatch: pytest.MonkeyPatch) ->
 
 pytest.importorskip("peft")
 
-import peft  # noqa: E402
-from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING as METHODS  # noqa: E402
-
+from dualkv.integrations.transformers import adapters  # noqa: E402
+from tests.integrations.transformers.test_adapters import config_of, lora, with_adapter  # noqa: E402
+from tests.integrations.transformers.test_selfcheck import without_weights  # noqa: E402
 from tools import matrix, zoo  # noqa: E402
 
 CLIPS = ("dbrx", "olmo", "olmoe")  # types with `clip_qkv`
@@ -304,12 +302,7 @@ KINDS = [*DRAWN, *(pytest.param(kind, marks=pytest.mark.slow) for kind in sorted
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_every_type_do_not_depend_on_what_is_kept(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    for auto, mapping in zoo.MAPPINGS.items():
-        config = zoo.configuration(kind)
-        if type(config) not in mapping:
-            continue
-        with torch.device("meta"):
-            whole = getattr(transformers, auto).from_config(config, attn_implementation="eager")
+    for whole in without_weights(kind):
         if next(matrix.layers.objections(whole), None) is not None:
             continue
         settings = getattr(whole.config, "attn_config", whole.config)
@@ -343,53 +336,20 @@ def test_experts_with_a_bias(monkeypatch: pytest.MonkeyPatch, experts: str) -> N
 
 
 # ---------------------------------------------------------------- adapters
-TARGETS = ["q_proj", "v_proj", "down_proj"]
-SETTINGS: dict[str, dict[str, Any]] = {
-    "ADALORA": {"total_step": 10},
-    "BOFT": {"boft_block_size": 4},
-    "C3A": {"block_size": 8},
-    "FOURIERFT": {"n_frequency": 20},
-    "IA3": {"feedforward_modules": ["down_proj"]},
-    "LN_TUNING": {"target_modules": ["input_layernorm"]},
-    "OFT": {"oft_block_size": 8},
-    "PSOFT": {"r": 8},
-    "ROAD": {"group_size": 8},
-    "SHIRA": {"r": 4},
-    "VBLORA": {"vector_length": 8, "num_vectors": 16},
-    "WAVEFT": {"n_frequency": 20},
+# Types that need scikit-learn or trained adapters, or add none to a linear layer.
+OTHERS = ("ADAMSS", "ADAPTION_PROMPT", "TRAINABLE_TOKENS", "XLORA")
+EXACT = [name for name, reason in adapters.TYPES.items() if reason == adapters.EXACT and name not in OTHERS]
+ADAPTERS: dict[str, Callable[[], Any]] = {name: partial(config_of, name) for name in EXACT} | {
+    "DoRA": partial(lora, use_dora=True),
+    "rsLoRA": partial(lora, use_rslora=True),
+    "bias": partial(lora, lora_bias=True),
 }
-# Methods that add no adapter to a linear layer, or one that no test can build here.
-OTHERS = {
-    "ADAMSS": "needs scikit-learn",
-    "ADAPTION_PROMPT": "of Llama and Mistral alone",
-    "CARTRIDGE": "prompt",
-    "CPT": "prompt",
-    "LILY": "refused",
-    "MULTITASK_PROMPT_TUNING": "prompt",
-    "POLY": "needs an argument of each call",
-    "PREFIX_TUNING": "prompt",
-    "PROMPT_TUNING": "prompt",
-    "P_TUNING": "prompt",
-    "SHADOW": "a model beside the model",
-    "TRAINABLE_TOKENS": "of embeddings",
-    "XLORA": "of trained LoRA adapters",
-}
-VARIANTS = {"DoRA": {"use_dora": True}, "rsLoRA": {"use_rslora": True}, "bias": {"lora_bias": True}}
-ADAPTERS = {kind.value: (kind, SETTINGS.get(kind.value, {})) for kind in METHODS if kind.value not in OTHERS}
-ADAPTERS |= {name: (peft.PeftType.LORA, settings) for name, settings in VARIANTS.items()}
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
 @pytest.mark.filterwarnings("ignore")
 def test_gradients_of_every_adapter_do_not_depend_on_what_is_kept(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    kind, settings = ADAPTERS[name]
-    model = make_model("qwen3", num_hidden_layers=1, hidden_size=64)
-    model = peft.get_peft_model(model, METHODS[kind](**{"target_modules": TARGETS, **settings})).train()
-    draw = torch.Generator().manual_seed(1)
-    for p in model.parameters():
-        if p.requires_grad:
-            p.data = torch.randn(p.shape, generator=draw).mul_(0.2).to(p.dtype)
-    enable(model, check=False)
+    model = enable(with_adapter(ADAPTERS[name]()), check=False)
     model.enable_input_require_grads()
     copied, found = copies(monkeypatch), []
     for keep in (None, *KEEP):

@@ -3,7 +3,7 @@ alone."""
 
 from __future__ import annotations
 
-from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,9 +13,8 @@ import dualkv
 
 tf = pytest.importorskip("transformers")
 
-from dualkv.integrations.transformers import enable  # noqa: E402
-from tests.integrations.tiny import LAYOUT, SIZES, TREE, assert_close, gradients, paths, token_ids  # noqa: E402
-from tests.integrations.transformers.test_enabling import double_throughout  # noqa: E402
+from tests.integrations.tiny import LAYOUT, SIZES, TREE  # noqa: E402
+from tests.integrations.transformers.test_enabling import check_packed  # noqa: E402
 
 LATENT = {
     "num_key_value_heads": 6, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
@@ -38,35 +37,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def make(name: str, dtype: torch.dtype = torch.float64, **settings: Any) -> Any:
+def make(name: str, dtype: torch.dtype) -> Any:
     family, extra = MODELS[name]
     torch.manual_seed(0)
-    config = getattr(tf, f"{family}Config")(**SIZES | LATENT | extra | settings, attn_implementation="eager")
-    model = getattr(tf, f"{family}Model")(config).to(dtype).train()
+    config = getattr(tf, f"{family}Config")(**SIZES | LATENT | extra, attn_implementation="eager")
+    model = getattr(tf, f"{family}ForCausalLM")(config).to(dtype)
     model.set_experts_implementation("eager")  # grouped_mm takes no fp64
     return model
-
-
-def weighted(layout: dualkv.Layout, hidden: torch.Tensor, rows: Any, times: Any) -> torch.Tensor:
-    """A loss of the hidden states of rows, in which a row counts `1 / times[row]`."""
-    weight = torch.randn(layout.num_tokens, SIZES["hidden_size"], generator=torch.Generator().manual_seed(3)).double()
-    return (hidden * weight[rows] / torch.tensor([times[row] for row in rows])[:, None]).sum()
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, TREE], ids=["groups", "tree"])
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_is_replicated(name: str, layout: dualkv.Layout) -> None:
-    ids, times = token_ids(layout), Counter(row for path, _ in paths(layout) for row in path)
-    with double_throughout(name):
-        model = make(name)
-        each = [model(input_ids=ids[:, path], use_cache=False)[0][0] for path, _ in paths(layout)]
-        sum(weighted(layout, x, path, times) for x, (path, _) in zip(each, paths(layout), strict=True)).backward()
-        packed = enable(make(name), check=False)
-        hidden = packed(input_ids=ids, dualkv=layout)[0][0]
-        seen = sorted(times)
-        weighted(layout, hidden[seen], seen, dict.fromkeys(seen, 1)).backward()
-    for (path, _), reference in zip(paths(layout), each, strict=True):
-        assert_close(f"hidden states of rows {path}", hidden[path], reference, 1e-12)
-    expected = gradients(model)
-    for parameter, gradient in gradients(packed).items():
-        assert_close(parameter, gradient, expected[parameter], 1e-11)
+    check_packed(partial(make, name), layout)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +14,10 @@ import dualkv
 tf = pytest.importorskip("transformers")
 
 from dualkv.integrations.transformers import disable, enable  # noqa: E402
+from dualkv.integrations.transformers import media as families  # noqa: E402
 from dualkv.sequence_parallel import Shard  # noqa: E402
 from tests.integrations.tiny import SIZES, assert_close, gradients  # noqa: E402
+from tests.ranks import one_rank  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SOUND, IMAGE, VIDEO, START = 86, 88, 89, 90  # the ids behind are those of other special tokens
@@ -224,53 +225,86 @@ def without(entry: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in entry.items() if name not in names}
 
 
-def alone(model: Any, ids: torch.Tensor, response: torch.Tensor, media: dict[str, Any]) -> torch.Tensor:
+Rollout = tuple[torch.Tensor, dict[str, Any]]  # all tokens, and what a processor returns for them
+
+
+def whole(ids: torch.Tensor, response: torch.Tensor, entry: dict[str, Any]) -> Rollout:
+    """A rollout of a prompt, what a processor returned for that, and a response of text."""
+    kinds = {name: pad(x, (0, len(response))) for name, x in entry.items() if "type_ids" in name}
+    return torch.cat([ids, response]), entry | kinds
+
+
+def alone(model: Any, ids: torch.Tensor, entry: dict[str, Any]) -> torch.Tensor:
     """Hidden states of one sequence."""
-    inputs = media | {"input_ids": torch.cat([ids, response])[None]}
-    for name in {"mm_token_type_ids", "token_type_ids"} & media.keys():
-        inputs[name] = pad(media[name], (0, len(response)))
-    if "Omni" in type(model).__name__:  # which counts positions of images only with a mask
-        inputs = without(inputs, "mm_token_type_ids") | {"attention_mask": torch.ones_like(inputs["input_ids"])}
+    how = families.family(type(model.model))
+    assert how is not None
+    inputs = without(entry, *{families.KINDS} - {*how.inputs}) | {"input_ids": ids[None]}
+    if how.by_ids:  # which counts positions of images only with a mask
+        inputs["attention_mask"] = torch.ones_like(ids[None])
     return model.model(use_cache=False, **inputs).last_hidden_state[0]
 
 
-def check(family: str, *groups: tuple[tuple[int, int, int], ...], labels: str = "gather") -> None:
-    prompts, responses, media = rollouts(family, *groups)
-    batch = dualkv.pack(prompts, responses, media=media, labels=labels)
-    assert batch.layout.num_groups == len(groups)
-    compare(family, batch, prompts, responses, media)
+def log_probs(model: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return model.lm_head(hidden).log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
 
-def compare(family: str, batch: Any, prompts: list[Any], responses: list[Any], media: list[dict[str, Any]]) -> None:
-    """Compare hidden states, log-probs and gradients of packed rollouts with those of each by itself."""
-    weights = [torch.randn(len(r), generator=torch.Generator().manual_seed(k)) for k, r in enumerate(responses)]
+def weights_of(trained: list[torch.Tensor]) -> torch.Tensor:
+    return torch.randn(sum(map(len, trained)), generator=torch.Generator().manual_seed(7))
 
-    def logp(model: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return model.lm_head(hidden).log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
+def separate(
+    family: str, rollouts: list[Rollout], trained: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Hidden states of each rollout by itself, log-probs of its tokens at `trained` [n_i], and gradients of their
+    weighted sum."""
+    model = make(family)
+    hidden = [alone(model, *rollout) for rollout in rollouts]
+    of_rollouts = zip(hidden, rollouts, trained, strict=True)
+    values = [log_probs(model, states[at - 1], ids[at]) for states, (ids, _), at in of_rollouts]
+    (torch.cat(values) * weights_of(trained)).sum().backward()
+    return hidden, values, gradients(model)
+
+
+def assert_gradients(model: Any, expected: dict[str, torch.Tensor]) -> None:
+    assert any("vis" in name and gradient.norm() > 0 for name, gradient in expected.items())
+    # Some are zero but for rounding: biases of keys.
+    floor = torch.stack([gradient.norm() for gradient in expected.values()]).mean().item()
+    for name, gradient in gradients(model).items():
+        error, norm = (gradient - expected[name]).norm().item(), expected[name].norm().item()
+        assert error <= 1e-5 * max(norm, floor), f"{name}: {error} against a norm of {norm}, on average {floor}"
+
+
+def compare(family: str, batch: Any, rollouts: list[Rollout], trained: list[torch.Tensor]) -> None:
+    """Compare hidden states, log-probs of trained tokens and gradients of packed rollouts with those of each by
+    itself."""
     model = enable(make(family))
     hidden = model.model(input_ids=batch.input_ids, dualkv=batch.layout, **batch.media).last_hidden_state
-    values = batch.unpack(logp(model, hidden[0, batch.predict_rows], batch.targets))
-    torch.stack([(w * v).sum() for w, v in zip(weights, values, strict=True)]).sum().backward()
-
-    reference = make(family)
-    loss = torch.zeros(())
+    values = batch.unpack(log_probs(model, hidden[0, batch.predict_rows], batch.targets))
+    (torch.cat(values) * weights_of(trained)).sum().backward()
+    states, expected, expected_gradients = separate(family, rollouts, trained)
     for i, got in enumerate(batch.unpack_sequences(hidden)):
-        expected = alone(reference, prompts[i], responses[i], media[i])
-        assert_close(f"hidden states of rollout {i}", got, expected, 1e-5)
-        own = logp(reference, expected[len(prompts[i]) - 1 : -1], responses[i])
-        assert_close(f"log-probs of rollout {i}", values[i], own, 1e-5)
-        loss = loss + (weights[i] * own).sum()
-    loss.backward()
-    expected_gradients = gradients(reference)
-    assert any(
-        ("vision" in name or "visual" in name) and gradient.norm() > 0 for name, gradient in expected_gradients.items()
-    )
-    # Some are zero but for rounding: biases of keys.
-    floor = torch.stack([gradient.norm() for gradient in expected_gradients.values()]).mean().item()
-    for name, gradient in gradients(model).items():
-        error, norm = (gradient - expected_gradients[name]).norm().item(), expected_gradients[name].norm().item()
-        assert error <= 1e-5 * max(norm, floor), f"{name}: {error} against a norm of {norm}, on average {floor}"
+        assert_close(f"hidden states of rollout {i}", got, states[i], 1e-5)
+        assert_close(f"log-probs of rollout {i}", values[i], expected[i], 1e-5)
+    assert_gradients(model, expected_gradients)
+
+
+def check(family: str, *groups: tuple[tuple[int, int, int], ...], labels: str = "gather") -> None:
+    compare_groups(family, *rollouts(family, *groups), len(groups), labels)
+
+
+def compare_groups(
+    family: str,
+    prompts: list[torch.Tensor],
+    responses: list[torch.Tensor],
+    media: list[dict[str, Any]],
+    groups: int,
+    labels: str = "gather",
+) -> None:
+    batch = dualkv.pack(prompts, responses, media=media, labels=labels)
+    assert batch.layout.num_groups == groups
+    wholes = [whole(*x) for x in zip(prompts, responses, media, strict=True)]
+    trained = [torch.arange(len(x), len(ids)) for x, (ids, _) in zip(prompts, wholes, strict=True)]
+    compare(family, batch, wholes, trained)
 
 
 ONE, TWO, NONE, FILM = ((1, 4, 6),), ((1, 2, 2), (1, 6, 4)), (), ((2, 2, 4),)
@@ -314,7 +348,7 @@ def test_text_alone(family: str) -> None:
     model.model.rope_deltas = torch.tensor([[7]])
     plain = batch.position_ids
     with torch.no_grad():
-        expected = [alone(model, *x) for x in zip(*check_text, strict=True)]
+        expected = [alone(model, *whole(*x)) for x in zip(*check_text, strict=True)]
         for position_ids in (None, plain, plain.expand(3, 1, -1), plain.expand(4, 1, -1)):
             hidden = model.model(input_ids=batch.input_ids, position_ids=position_ids, dualkv=batch.layout)[0]
             for i, got in enumerate(batch.unpack_sequences(hidden)):
@@ -331,11 +365,10 @@ def test_given_positions_are_compared_with_those_of_the_model() -> None:
     model = enable(make("Qwen2_5_VL").eval())
     own = torch.zeros(3, 1, batch.layout.num_tokens, dtype=torch.int64)
     rows = batch.unpack_sequences(torch.arange(batch.layout.num_tokens))
-    for at, ids, response, entry in zip(rows, prompts, responses, media, strict=True):
-        whole = torch.cat([ids, response])[None]
+    for at, *rollout in zip(rows, prompts, responses, media, strict=True):
+        ids, entry = whole(*rollout)
         inputs = {name: value for name, value in entry.items() if "pixel" not in name}
-        inputs["mm_token_type_ids"] = pad(entry["mm_token_type_ids"], (0, len(response)))
-        own[:, :, at] = model.model.get_rope_index(whole, **inputs)[0]
+        own[:, :, at] = model.model.get_rope_index(ids[None], **inputs)[0]
     inputs = {"input_ids": batch.input_ids, "dualkv": batch.layout, **batch.media}
     with torch.no_grad():
         expected = model(**inputs).logits
@@ -485,30 +518,6 @@ def test_a_compiled_decoder(family: str) -> None:
         assert torch.equal(model(**inputs).logits, expected)
 
 
-def test_a_tree_with_images_in_its_turns() -> None:
-    """Segments: a prompt with an image, a text answer, two turns with images behind both, a leaf behind one of them."""
-    draw = torch.Generator().manual_seed(4)
-    parts = [prompt(draw, "Qwen3VL", *grids) for grids in (ONE, NONE, TWO, NONE, ((1, 6, 2),), NONE)]
-    parents = [-1, 0, 0, 2, 1, 1]
-    order = [0, 1, 4, 5, 2, 3]  # depth first
-    at = {segment: i for i, segment in enumerate(order)}
-    offsets = torch.tensor([0, *(len(parts[s][0]) for s in order)]).cumsum(0)
-    layout = dualkv.Layout.from_segments(offsets, [at[parents[s]] if parents[s] >= 0 else -1 for s in order])
-    names = ("pixel_values", "image_grid_thw")
-    joined = {name: torch.cat([parts[s][1][name] for s in order if name in parts[s][1]]) for name in names}
-    joined["mm_token_type_ids"] = torch.cat([parts[s][1]["mm_token_type_ids"] for s in order], 1)
-    ids = torch.cat([parts[s][0] for s in order])[None]
-    model = enable(make("Qwen3VL").eval())
-    with torch.no_grad():
-        hidden = model.model(input_ids=ids, dualkv=layout, **joined).last_hidden_state[0]
-        for path in ([0, 1, 4], [0, 1, 5], [0, 2, 3]):
-            media = {name: torch.cat([parts[s][1][name] for s in path if name in parts[s][1]]) for name in names}
-            media["mm_token_type_ids"] = torch.cat([parts[s][1]["mm_token_type_ids"] for s in path], 1)
-            expected = alone(model, torch.cat([parts[s][0] for s in path]), torch.zeros(0, dtype=torch.int64), media)
-            rows = torch.cat([torch.arange(*offsets[at[s] : at[s] + 2].tolist()) for s in path])
-            assert_close(f"hidden states of path {path}", hidden[rows], expected, 1e-5)
-
-
 # ---------------------------------------------------------------- what else processors and layouts may hold
 def test_small_gemma_4_models_are_causal_among_images() -> None:
     """Rows of images are causal where the config does not say "vision", and where no kinds of tokens are given."""
@@ -521,7 +530,7 @@ def test_small_gemma_4_models_are_causal_among_images() -> None:
             given = without(batch.media, *names)
             hidden = enable(model).model(input_ids=batch.input_ids, dualkv=batch.layout, **given).last_hidden_state
             for i, got in enumerate(batch.unpack_sequences(hidden)):
-                expected = alone(model, prompts[i], responses[i], without(media[i], *names))
+                expected = alone(model, *whole(prompts[i], responses[i], without(media[i], *names)))
                 assert_close(f"hidden states of rollout {i}", got, expected, 1e-5)
 
 
@@ -536,14 +545,11 @@ def test_kinds_of_tokens_that_a_model_does_not_take() -> None:
         enable(make(family))(input_ids=text.input_ids, dualkv=text.layout, token_type_ids=zeros)
 
 
-def test_text_with_sequence_parallelism(tmp_path: Path) -> None:
+@one_rank()
+def test_text_with_sequence_parallelism() -> None:
     """Decoders that take placed layouts only run too."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        batch = dualkv.pack([torch.tensor([3, 4, 5, 6])], [[torch.tensor([7, 8]), torch.tensor([9, 1])]])
-        shard = Shard(batch.layout, torch.distributed.group.WORLD)
-        model = enable(make("Qwen2_5OmniThinker").eval())
-        whole, own = (model(input_ids=batch.input_ids, dualkv=x).logits for x in (batch.layout, shard))
-        assert torch.equal(whole, own)
-    finally:
-        torch.distributed.destroy_process_group()
+    batch = dualkv.pack([torch.tensor([3, 4, 5, 6])], [[torch.tensor([7, 8]), torch.tensor([9, 1])]])
+    shard = Shard(batch.layout, torch.distributed.group.WORLD)
+    model = enable(make("Qwen2_5OmniThinker").eval())
+    whole, own = (model(input_ids=batch.input_ids, dualkv=x).logits for x in (batch.layout, shard))
+    assert torch.equal(whole, own)

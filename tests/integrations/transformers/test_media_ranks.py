@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
-from pathlib import Path
+import statistics
 from typing import Any
 
 import pytest
@@ -14,14 +12,19 @@ import torch.distributed as dist
 import dualkv
 from dualkv.context_parallel import ContextShard
 from dualkv.sequence_parallel import Shard
-from tests.ranks import on_ranks
 
 pytest.importorskip("transformers")
 
 from dualkv.integrations.transformers import enable
 from tests.integrations.transformers import test_media_audio, test_media_turns
 from tests.integrations.transformers.test_media import FILM, GRID, NONE, ONE, PLAIN, TWO, make, rollouts
-from tests.integrations.transformers.test_recurrent_ranks import results
+from tests.integrations.transformers.test_recurrent_ranks import (
+    added_up,
+    difference,
+    norms_of_gradients,
+    on_each,
+    results,
+)
 
 KINDS = (Shard, ContextShard)
 # One of each way to run images; two kinds of towers take one image in all, so that a rank has none of its own.
@@ -54,21 +57,6 @@ def packed(family: str, groups: Any) -> Any:
     return dualkv.pack(prompts, responses, media=media)
 
 
-def difference(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """The largest relative difference, and of what it is."""
-    # Some gradients are zero but for rounding: biases of keys.
-    norms = {name: x.norm().item() for name, x in expected.items()}
-    of_gradients = [norm for name, norm in norms.items() if name.startswith("gradient")]
-    least = sum(of_gradients) / len(of_gradients)
-    return max(
-        (
-            (got[name] - x).norm().item() / (max(norms[name], least) if name.startswith("gradient") else norms[name]),
-            name,
-        )
-        for name, x in expected.items()
-    )
-
-
 def other_images(model: Any, batch: Any, rank: int) -> list[str]:
     """Return the errors of ranks that have other images, and of ranks of which one has none."""
     shard, found = Shard(batch.layout, dist.group.WORLD), []
@@ -80,8 +68,7 @@ def other_images(model: Any, batch: Any, rank: int) -> list[str]:
     return found
 
 
-def run(rank: int, folder: str, families: str) -> None:
-    dist.init_process_group("gloo")
+def run(rank: int, families: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for number, (family, groups) in enumerate(cases(families)):
         batch = packed(family, groups)
@@ -93,28 +80,23 @@ def run(rank: int, folder: str, families: str) -> None:
             of_ranks: list[Any] = [None, None]  # FSDP reduces gradients on all ranks
             dist.all_gather_object(of_ranks, [name for name, p in model.named_parameters() if p.grad is not None])
             assert of_ranks[0] == of_ranks[1]
-            whole = torch.cat([x.flatten() for x in got.values()])
-            dist.reduce(whole, number % 2)
+            whole = added_up(got, number % 2)
             if compares:
-                parts = whole.split([x.numel() for x in got.values()])
-                summed = {name: part.view_as(got[name]) for name, part in zip(got, parts, strict=True)}
-                found[f"{family} {groups} {kind.__name__}"] = difference(summed, expected)
+                least = statistics.mean(norms_of_gradients(expected))
+                found[f"{family} {groups} {kind.__name__}"] = difference(whole, expected, least)
         if family == "Qwen3VL" and groups == (ONE, TWO, NONE):
             found["refused"] = other_images(model, batch, rank)
-    Path(f"{folder}/{rank}").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.mark.parametrize("families", ["often", pytest.param("all", marks=pytest.mark.slow)])
 def test_as_on_one_rank(families: str) -> None:
     found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        on_ranks(2, "tests.integrations.transformers.test_media_ranks:run", folder, families)
-        for rank in range(2):
-            found |= json.loads(Path(f"{folder}/{rank}").read_text())
-            others, some = found.pop("refused")
-            assert others.startswith("pixel_values, image_grid_thw differ between the 2 ranks")
-            assert some.startswith(("pixel_values, image_grid_thw", "images")[rank] + " differ between the 2 ranks")
+    for rank, of_rank in enumerate(on_each(2, "test_media_ranks:run", families)):
+        found |= of_rank
+        others, some = found.pop("refused")
+        assert others.startswith("pixel_values, image_grid_thw differ between the 2 ranks")
+        assert some.startswith(("pixel_values, image_grid_thw", "images")[rank] + " differ between the 2 ranks")
     assert len(found) == len(cases(families)) * len(KINDS)
     # Gemma 4: with weights in fp64 the same ranks differ by 2e-7.
     assert [(way, *error) for way, error in found.items() if error[0] > (3e-5 if "Gemma4" in way else 1e-5)] == []

@@ -13,7 +13,6 @@ import dualkv
 pytest.importorskip("transformers")
 
 from dualkv.integrations.transformers import enable
-from tests.integrations.tiny import assert_close, gradients
 from tests.integrations.transformers.test_media import (
     FILM,
     GRID,
@@ -23,7 +22,8 @@ from tests.integrations.transformers.test_media import (
     PLAIN,
     TWO,
     VIDEO,
-    alone,
+    Rollout,
+    compare,
     make,
     plain_prompt,
     prompt,
@@ -31,11 +31,10 @@ from tests.integrations.transformers.test_media import (
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-Turn = tuple[torch.Tensor, dict[str, Any]]
 WIDE = ((1, 6, 2),)
 
 
-def turn(draw: torch.Generator, family: str, grids: Any) -> Turn:
+def turn(draw: torch.Generator, family: str, grids: Any) -> Rollout:
     """Text with images, and what a processor returns for it."""
     ids, entry = (prompt if family in GRID else plain_prompt)(draw, family, *grids)
     if not {"mm_token_type_ids", "token_type_ids"} & entry.keys():
@@ -43,7 +42,7 @@ def turn(draw: torch.Generator, family: str, grids: Any) -> Turn:
     return ids, entry
 
 
-def merged(*turns: Turn) -> Turn:
+def merged(*turns: Rollout) -> Rollout:
     """The text of all turns, and what a processor returns for it."""
     entry: dict[str, Any] = {}
     for name in dict.fromkeys(name for _, one in turns for name in one):
@@ -60,37 +59,7 @@ def merged(*turns: Turn) -> Turn:
     return torch.cat([ids for ids, _ in turns]), entry
 
 
-def check(family: str, batch: Any, rollouts: list[Turn], trained: list[torch.Tensor]) -> None:
-    """Hidden states, log-probs of the `trained` tokens [n_i] of each rollout, and all gradients."""
-    draw = torch.Generator().manual_seed(7)
-    weights = [torch.randn(len(at), generator=draw) for at in trained]
-
-    def logp(model: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return model.lm_head(hidden).log_softmax(-1).gather(1, targets[:, None])[:, 0]
-
-    model, reference = enable(make(family)), make(family)
-    hidden = model.model(input_ids=batch.input_ids, dualkv=batch.layout, **batch.media).last_hidden_state
-    values = batch.unpack(logp(model, hidden[0, batch.predict_rows], batch.targets))
-    torch.stack([(w * v).sum() for w, v in zip(weights, values, strict=True)]).sum().backward()
-    loss = torch.zeros(())
-    for i, got in enumerate(batch.unpack_sequences(hidden)):
-        ids, entry = rollouts[i]
-        names = () if family in GRID or family.startswith("Gemma") else ("mm_token_type_ids",)
-        expected = alone(reference, ids, ids[:0], without(entry, *names))
-        assert_close(f"hidden states of rollout {i}", got, expected, 1e-5)
-        own = logp(reference, expected[trained[i] - 1], ids[trained[i]])
-        assert_close(f"log-probs of rollout {i}", values[i], own, 1e-5)
-        loss = loss + (weights[i] * own).sum()
-    loss.backward()
-    expected_gradients = gradients(reference)
-    assert any("vis" in name and gradient.norm() > 0 for name, gradient in expected_gradients.items())
-    floor = torch.stack([gradient.norm() for gradient in expected_gradients.values()]).mean().item()
-    for name, gradient in gradients(model).items():
-        error, norm = (gradient - expected_gradients[name]).norm().item(), expected_gradients[name].norm().item()
-        assert error <= 1e-5 * max(norm, floor), f"{name}: {error} against a norm of {norm}, on average {floor}"
-
-
-def tree(family: str) -> list[Turn]:
+def tree(family: str) -> list[Rollout]:
     """Rollouts of a tree of depth 3: images in the prompt, a shared turn, leaves, one of them twice, a video in a turn;
     one without any, and two of equal text with other images."""
     draw = torch.Generator().manual_seed(4)
@@ -119,7 +88,7 @@ def test_images_in_turns_of_trees(family: str, labels: Any) -> None:
     batch = dualkv.pack_sequences(ids, masks, labels=labels, media=media)
     # LLaVA-OneVision's images are cut by the number of images of a text, so they stay together.
     assert batch.layout.num_tokens < (1 if family == "LlavaOnevision" else 0.8) * batch.layout.nominal_tokens
-    check(family, batch, rollouts, [mask.nonzero()[:, 0] for mask in masks])
+    compare(family, batch, rollouts, [mask.nonzero()[:, 0] for mask in masks])
 
 
 @pytest.mark.parametrize(
@@ -137,7 +106,7 @@ def test_images_in_responses(family: str, labels: Any) -> None:
     assert batch.layout.num_groups == 2
     rollouts = [merged(prompts[g], answer) for g, answer in zip(of, answers, strict=True)]
     trained = [torch.arange(len(prompts[g][0]), len(x)) for g, (x, _) in zip(of, rollouts, strict=True)]
-    check(family, batch, rollouts, trained)
+    compare(family, batch, rollouts, trained)
 
     def padded(name: str, rows: list[torch.Tensor], left: bool) -> dict[str, Any]:
         most = max(map(len, rows)) + 2

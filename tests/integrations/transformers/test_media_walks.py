@@ -15,9 +15,22 @@ pytest.importorskip("transformers")
 
 from dualkv.data.parts import plan_parts
 from dualkv.integrations.transformers import enable
-from tests.integrations.tiny import assert_close, gradients
-from tests.integrations.transformers.test_media import GRID, NONE, ONE, PLAIN, TWO, make, without
-from tests.integrations.transformers.test_media_turns import WIDE, alone, merged, tree, turn
+from tests.integrations.tiny import assert_close
+from tests.integrations.transformers.test_media import (
+    GRID,
+    NONE,
+    ONE,
+    PLAIN,
+    TWO,
+    Rollout,
+    assert_gradients,
+    log_probs,
+    make,
+    separate,
+    weights_of,
+)
+from tests.integrations.transformers.test_media_turns import WIDE, merged, tree, turn
+from tests.integrations.transformers.test_walk_ranks import Policy, backwards
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -25,46 +38,26 @@ OFTEN = ("Qwen2_5_VL", "Qwen3VL", "Qwen3_5", "InternVL", "LlavaNext", "Gemma3", 
 BUDGET = {"InternVL": 12, "Gemma4": 12, "Qwen3_5": 12}
 
 
-def compare(family: str, batch: Any, rollouts: list[Any], trained: list[torch.Tensor], budget: int) -> None:
+def compare(family: str, batch: Any, rollouts: list[Rollout], trained: list[torch.Tensor], budget: int) -> None:
     """Log-probs of the `trained` tokens of each rollout and all gradients, of a walk and of rollouts alone."""
-    draw = torch.Generator().manual_seed(7)
-    weights = [torch.randn(len(at), generator=draw) for at in trained]
-    model, reference = enable(make(family)), make(family)
-
-    def logp(hidden: torch.Tensor, targets: torch.Tensor, of: Any) -> torch.Tensor:
-        return of.lm_head(hidden).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    model, weights, got = enable(make(family)), weights_of(trained), torch.zeros(sum(map(len, trained)))
 
     def forward(ids: torch.Tensor, branch: Any) -> torch.Tensor:
         return model.model(input_ids=ids, dualkv=branch).last_hidden_state[0]
 
     def loss(hidden: torch.Tensor, part: Any) -> torch.Tensor:
-        values = part.expand(logp(hidden[part.predict_rows], part.targets, model))
+        values = part.expand(log_probs(model, hidden[part.predict_rows], part.targets))
         got[part.places] = values.detach()
-        return (torch.cat(weights)[part.places] * values).sum()
+        return (weights[part.places] * values).sum()
 
-    got = torch.zeros(sum(map(len, trained)))
     parts = plan_parts(batch, budget)
     assert len(parts) > 3
     assert any(part.is_trunk for part in parts)
     dualkv.walk(batch, parts, forward, loss)
-    names = () if family in GRID or family.startswith("Gemma") else ("mm_token_type_ids",)
-    total = torch.zeros(())
-    for (ids, entry), at, weight, values in zip(
-        rollouts, trained, weights, got.split([*map(len, trained)]), strict=True
-    ):
-        hidden = alone(reference, ids, ids[:0], without(entry, *names))
-        own = logp(hidden[at - 1], ids[at], reference)
+    _, expected, expected_gradients = separate(family, rollouts, trained)
+    for values, own in zip(got.split([*map(len, trained)]), expected, strict=True):
         assert_close("log-probs", values, own, 1e-5)
-        total = total + (weight * own).sum()
-    total.backward()
-    expected = gradients(reference)
-    assert any("vis" in name and gradient.norm() > 0 for name, gradient in expected.items())
-    floor = torch.stack([gradient.norm() for gradient in expected.values()]).mean().item()
-    found = gradients(model)
-    assert found.keys() == expected.keys()
-    for name, gradient in found.items():
-        error, norm = (gradient - expected[name]).norm().item(), expected[name].norm().item()
-        assert error <= 1e-5 * max(norm, floor), f"{name}: {error} against a norm of {norm}, on average {floor}"
+    assert_gradients(model, expected_gradients)
 
 
 def packed(family: str, labels: Any = "gather") -> tuple[Any, list[Any], list[torch.Tensor]]:
@@ -126,21 +119,6 @@ def test_what_is_refused() -> None:
 
 
 # ---------------------------------------------------------------- ranks
-class Policy(nn.Module):
-    """A model with its head and loss in one forward."""
-
-    def __init__(self, family: str) -> None:
-        super().__init__()
-        self.lm = enable(make(family), check=False)
-
-    def forward(self, rows: Any, given: Any, one: Any = None, **media: Any) -> torch.Tensor | None:
-        hidden = self.lm.model(input_ids=rows.input_ids, dualkv=given, **media).last_hidden_state
-        if one is not None and not one.has_loss:
-            return one.zero_loss(hidden, self.lm.lm_head.weight) if one.has_graph else None
-        logp, _ = dualkv.response_logprobs(hidden, self.lm.lm_head.weight, rows)
-        return (torch.cat(rows.unpack(logp)) if one is None else rows.expand(logp)).sum()
-
-
 def on_a_rank(rank: int) -> None:
     from torch.distributed.fsdp import fully_shard
 
@@ -150,7 +128,7 @@ def on_a_rank(rank: int) -> None:
     for family, other in (("Qwen3VL", NONE), ("LlavaNext", NONE), ("Qwen3VL", None)):
         text = [turn(draw, family, NONE)[0] for _ in range(2)]
         of_ranks = [packed(family)[0], None if other is None else dualkv.pack_sequences(text)]
-        plain, policy = Policy(family), Policy(family)
+        plain, policy = Policy(make(family)), Policy(make(family))
         for batch in of_ranks:
             if batch is not None:
                 plain(batch, batch.layout, **batch.media).backward()
@@ -158,10 +136,7 @@ def on_a_rank(rank: int) -> None:
         blocks = next(x for x in tower.modules() if isinstance(x, nn.ModuleList) and len(x) == 2)
         for part in (*blocks, *policy.lm.model.language_model.layers, policy):
             fully_shard(part, mesh=mesh)
-        for one in dualkv.walk_passes(of_ranks[rank], 12, group=dist.group.WORLD):
-            with one:
-                loss = policy(one.part, one.branch, one)
-            one.backward(None if loss is None else 2 * loss)  # FSDP takes the mean over ranks
+        backwards(policy, dualkv.walk_passes(of_ranks[rank], 12, group=dist.group.WORLD))
         floor = torch.stack([p.grad.norm() for p in plain.parameters() if p.grad is not None]).mean()
         for (name, p), (_, wanted) in zip(policy.named_parameters(), plain.named_parameters(), strict=True):
             if wanted.grad is not None:

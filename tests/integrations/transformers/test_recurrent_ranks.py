@@ -1,7 +1,8 @@
-"""Recurrent layers over the rows of 2 and 4 ranks, against the same model on one."""
+"""Recurrent layers, and attention with windows, chunks and sinks, over the rows of 2 and 4 ranks, against one rank."""
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import tempfile
@@ -14,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from dualkv import Layout, sequence_parallel
 from dualkv.context_parallel import ContextShard
@@ -24,10 +24,10 @@ from tests.ranks import on_ranks
 
 pytest.importorskip("transformers")
 
-from dualkv.integrations.recurrent import kernels, ops, sharded, waves
+from dualkv.integrations.recurrent import kernels, ops, rules, sharded, waves
 from dualkv.integrations.transformers import enable, recompute_layers
 from tests.integrations.doubled import double_throughout
-from tests.integrations.tiny import gradients, token_ids
+from tests.integrations.tiny import LAYOUT, gradients, make_featured, token_ids
 from tests.integrations.transformers import test_recurrent
 from tests.integrations.transformers.test_recurrent import FAMILIES, make, random_forest
 
@@ -53,11 +53,19 @@ FOREST = layout_of(
 )  # fmt: skip
 TINY = layout_of([(2, -1), (0, 0), (1, 0)])  # fewer rows than four ranks
 OFTEN = [family for family in test_recurrent.OFTEN if family in FAMILIES]  # one of each kind of layer
+ATTENTION = ("gpt_oss", "llama4")  # windows and sinks; chunks and a temperature that counts the rows of a rank
 
 
 def cases(families: str) -> list[tuple[str, Layout]]:
     """Families of "often" or "all", over FOREST, and some over TINY."""
-    return [(x, FOREST) for x in (OFTEN if families == "often" else FAMILIES)] + [(x, TINY) for x in OFTEN]
+    found = [(x, FOREST) for x in (OFTEN if families == "often" else FAMILIES)] + [(x, TINY) for x in OFTEN]
+    return found + [(x, LAYOUT) for x in ATTENTION]
+
+
+def model_of(family: str, dtype: torch.dtype) -> Any:
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    made = make_featured(family, 5, dtype, **heads) if family in ATTENTION else make(family, dtype)
+    return enable(made, check=False)
 
 
 def results(model: Any, layout: Layout, given: Any, ids: torch.Tensor, **media: Any) -> dict[str, torch.Tensor]:
@@ -78,11 +86,40 @@ def results(model: Any, layout: Layout, given: Any, ids: torch.Tensor, **media: 
     return whole | {f"gradient of {name}": g.clone() for name, g in gradients(model).items()}
 
 
-def difference(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """The largest relative difference, and of what it is."""
-    # Gradients that rounding alone makes (of a bias that the softmax cancels) count as zero.
-    least = 1e-6 * max(x.norm().item() for name, x in expected.items() if name.startswith("gradient"))
-    return max(((got[name] - x).norm().item() / max(x.norm().item(), least), name) for name, x in expected.items())
+def added_up(got: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    """Sums of the results of all ranks, on one rank."""
+    whole = torch.cat([x.flatten() for x in got.values()])
+    dist.reduce(whole, rank)
+    parts = whole.split([x.numel() for x in got.values()])
+    return {name: part.view_as(got[name]) for name, part in zip(got, parts, strict=True)}
+
+
+def norms_of_gradients(found: dict[str, torch.Tensor]) -> list[float]:
+    return [x.norm().item() for name, x in found.items() if name.startswith("gradient")]
+
+
+def difference(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], least: float) -> tuple[float, str]:
+    """The largest relative difference, and of what it is. Gradients that rounding alone makes (of a bias that the
+    softmax cancels) count as of norm `least`."""
+    return max(
+        ((got[name] - x).norm().item() / max(x.norm().item(), least * name.startswith("gradient")), name)
+        for name, x in expected.items()
+    )
+
+
+def on_each(ranks: int, run: str, *arguments: str) -> list[dict[str, Any]]:
+    """Call a function of this folder with its rank and the arguments on each rank; what it returns passes as JSON."""
+    with tempfile.TemporaryDirectory() as folder:
+        on_ranks(ranks, f"{__name__}:on_a_rank", folder, f"{__name__.rpartition('.')[0]}.{run}", *arguments)
+        return [json.loads(Path(f"{folder}/{rank}").read_text()) for rank in range(ranks)]
+
+
+def on_a_rank(rank: int, folder: str, run: str, *arguments: str) -> None:
+    module, _, name = run.partition(":")
+    dist.init_process_group("gloo")
+    found = getattr(importlib.import_module(module), name)(rank, *arguments)
+    Path(f"{folder}/{rank}").write_text(json.dumps(found))
+    dist.destroy_process_group()
 
 
 def refused() -> str:
@@ -94,14 +131,13 @@ def refused() -> str:
     return str(error.value)
 
 
-def run(rank: int, folder: str, dtype: str, families: str) -> None:
-    dist.init_process_group("gloo")
+def run(rank: int, dtype: str, families: str) -> dict[str, Any]:
     ranks = dist.get_world_size()
     found: dict[str, Any] = {"refused": refused()}
     with double_throughout() if dtype == "float64" else nullcontext():
         for number, (family, layout) in enumerate(cases(families)):
             compares = number % ranks == rank
-            model = enable(make(family, getattr(torch, dtype)), check=False)
+            model = model_of(family, getattr(torch, dtype))
             ids = token_ids(layout)
             expected = results(model, layout, layout, ids) if compares else {}
             for kind, recompute in WAYS[dtype]:
@@ -111,15 +147,11 @@ def run(rank: int, folder: str, dtype: str, families: str) -> None:
                 library = {"convolution": lambda *_: test_recurrent.library_convolution} if recompute else {}
                 with patch.multiple(kernels, **library) if library else nullcontext():
                     got = results(model, layout, kind(layout, dist.group.WORLD), ids)
-                whole = torch.cat([x.flatten() for x in got.values()])
-                dist.reduce(whole, number % ranks)
+                whole = added_up(got, number % ranks)
                 if compares:
-                    parts = whole.split([x.numel() for x in got.values()])
-                    summed = {name: part.view_as(got[name]) for name, part in zip(got, parts, strict=True)}
                     way = f"{family} {layout.num_tokens} {kind.__name__} {recompute}"
-                    found[way] = difference(summed, expected)
-    Path(f"{folder}/{rank}").write_text(json.dumps(found))
-    dist.destroy_process_group()
+                    found[way] = difference(whole, expected, 1e-6 * max(norms_of_gradients(expected)))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -134,14 +166,12 @@ def run(rank: int, folder: str, dtype: str, families: str) -> None:
 )
 def test_as_on_one_rank(ranks: int, dtype: str, families: str) -> None:
     found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        on_ranks(ranks, "tests.integrations.transformers.test_recurrent_ranks:run", folder, dtype, families)
-        for rank in range(ranks):
-            found |= json.loads(Path(f"{folder}/{rank}").read_text())
-            assert found.pop("refused") == (
-                "recurrent layer layers.0.linear_attn (Qwen3_5GatedDeltaNet) has 3 heads, expected a multiple of the"
-                f" {ranks} sequence-parallel ranks"
-            )
+    for of_rank in on_each(ranks, "test_recurrent_ranks:run", dtype, families):
+        found |= of_rank
+        assert found.pop("refused") == (
+            "recurrent layer layers.0.linear_attn (Qwen3_5GatedDeltaNet) has 3 heads, expected a multiple of the"
+            f" {ranks} sequence-parallel ranks"
+        )
     assert len(found) == len(cases(families)) * 2
     for way, (error, of) in found.items():
         assert error < LARGEST.get(f"{dtype} {way.split()[0]}", LARGEST[dtype]), (way, of)
@@ -157,28 +187,6 @@ def of_rank(kind: type[Shard], layout: Layout, ranks: int, rank: int) -> Shard:
     return shard
 
 
-def taps(x: torch.Tensor, weight: torch.Tensor, bias: None) -> torch.Tensor:
-    back = weight.shape[1] - 1
-    return nn.functional.conv1d(x, weight[:, None], padding=back, groups=2)[..., : x.shape[-1]]
-
-
-def taps_of_each(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: None,
-    initial_state: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    cu_seqlens_cpu: torch.Tensor,
-) -> torch.Tensor:
-    """Run sequences in a row, each behind a state of its own, like flash-linear-attention's convolution."""
-    pieces = x.split(cu_seqlens.diff().tolist(), 2)
-    found = [
-        taps(torch.cat([before[None], piece], 2), weight, None)[..., before.shape[1] :]
-        for before, piece in zip(initial_state, pieces, strict=True)
-    ]
-    return torch.cat(found, 2)
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_convolutions_of_ranks_read_the_rows_of_others(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = random_forest(seed)
@@ -188,7 +196,7 @@ def test_convolutions_of_ranks_read_the_rows_of_others(seed: int, monkeypatch: p
         whole = of_rank(kind, layout, ranks, 0).layout
         weight, cpu = torch.randn(2, back + 1, dtype=torch.float64), torch.device("cpu")
         x = torch.randn(1, 2, whole.num_tokens, dtype=torch.float64)
-        expected = ops.convolve(taps, waves.windows(whole, back, cpu), x, weight, None)
+        expected = ops.convolve(rules.convolution, waves.windows(whole, back, cpu), x, weight, None)
         shards = [of_rank(kind, layout, ranks, rank) for rank in range(ranks)]
         plans = [sharded.windows(shard, back, cpu) for shard in shards]
         own = [x[:, :, shard.rows] for shard in shards]
@@ -197,6 +205,7 @@ def test_convolutions_of_ranks_read_the_rows_of_others(seed: int, monkeypatch: p
             received = [of[rank] for of in sent]
             assert [len(rows) for rows in received] == plan.halo.received_from
             monkeypatch.setattr(sequence_parallel, "sent", lambda *_, received=received: torch.cat(received))
-            for convolve, conv in ((ops.convolve, taps), (ops.convolve_at_once, taps_of_each)):
+            of_library = ops.convolve_at_once, test_recurrent.library_convolution
+            for convolve, conv in ((ops.convolve, rules.convolution), of_library):
                 out = convolve(conv, plan, own[rank], weight, None)
                 torch.testing.assert_close(out, expected[:, :, shard.rows], rtol=1e-12, atol=1e-12)

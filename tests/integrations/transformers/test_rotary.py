@@ -21,7 +21,7 @@ from dualkv.integrations.transformers import disable, enable, layers, media, rec
 from dualkv.sequence_parallel import Shard  # noqa: E402
 from tests.integrations import scaled  # noqa: E402
 from tests.integrations.scaled import LAYOUT, PATHS, THRESHOLD  # noqa: E402
-from tests.integrations.tiny import SIZES, assert_close, gradients  # noqa: E402
+from tests.integrations.tiny import SIZES, assert_gradients, take_gradients  # noqa: E402
 from tests.integrations.transformers import test_media  # noqa: E402
 from tests.ranks import on_ranks  # noqa: E402
 from tools import zoo  # noqa: E402
@@ -32,7 +32,13 @@ SAMPLE = ("phi3", "gemma3_text", "phimoe", "deepseek_v2", "moshi")
 ON_RANKS = ("phi3", "moshi")
 
 
-def check(kind: str, rope: str) -> None:
+def often(types: tuple[str, ...], pairs: list[tuple[str, str]]) -> list[Any]:
+    """Mark the pairs of other types slow."""
+    return [pytest.param(*pair, marks=() if pair[0] in types else pytest.mark.slow) for pair in pairs]
+
+
+@pytest.mark.parametrize(("kind", "rope"), often(SAMPLE, scaled.pairs(zoo.types())))
+def test_sequences_alone(kind: str, rope: str) -> None:
     """Compare each sequence, packed in one row and walked, with itself alone."""
     model = scaled.make(kind, rope)
     if model is None:
@@ -53,32 +59,12 @@ def check(kind: str, rope: str) -> None:
         assert scaled.error([logits[path] for path in PATHS], expected) > 10 * zoo.BOUND
 
 
-@pytest.mark.parametrize(("kind", "rope"), scaled.pairs(SAMPLE))
-def test_sequences_alone(kind: str, rope: str) -> None:
-    check(kind, rope)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "rope"), scaled.pairs([x for x in zoo.types() if x not in SAMPLE]))
-def test_sequences_alone_in_all_types(kind: str, rope: str) -> None:
-    check(kind, rope)
-
-
 # ---------------------------------------------------------------- which embeddings these are
-@pytest.mark.parametrize("rope", [*scaled.FIXED, *scaled.BY_LENGTH])
-@pytest.mark.parametrize("kind", ["phimoe", "gemma3_text"])
+KINDS = [(kind, rope) for kind in zoo.types() for rope in (*scaled.FIXED, *scaled.BY_LENGTH)]
+
+
+@pytest.mark.parametrize(("kind", "rope"), often(("phimoe", "gemma3_text"), KINDS))
 def test_embeddings_that_depend_on_other_rows_are_known(kind: str, rope: str) -> None:
-    known(kind, rope)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rope", [*scaled.FIXED, *scaled.BY_LENGTH])
-@pytest.mark.parametrize("kind", zoo.types())
-def test_all_embeddings_that_depend_on_other_rows_are_known(kind: str, rope: str) -> None:
-    known(kind, rope)
-
-
-def known(kind: str, rope: str) -> None:
     model = scaled.make(kind, rope)
     if model is None:
         pytest.skip("no rotary embedding, or no packed calls")
@@ -239,8 +225,7 @@ def test_gradients_with_layers_that_run_again(kind: str, rope: str, keep: str | 
             loss(model(input_ids=ids[:, path], use_cache=False).logits[0, first]).backward()
     for path, first in (([0, 1, 2, 3, 4], 0), ([0, 1, 2, 5, 6, 7, 8], 3)):
         loss(model(input_ids=ids[:, path], use_cache=False).logits[0, first:]).backward()
-    expected = {name: gradient.clone() for name, gradient in gradients(model).items()}
-    model.zero_grad()
+    expected = take_gradients(model)
     enable(model, check=False).train()
     if keep == "transformers":
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -248,8 +233,7 @@ def test_gradients_with_layers_that_run_again(kind: str, rope: str, keep: str | 
         recompute_layers(model, keep)
     losses = [loss(model(input_ids=ids[:, : x.num_tokens], dualkv=x).logits[0]) for x in (LAYOUT, shorter)]
     sum(losses).backward()
-    for name, gradient in gradients(model).items():
-        assert_close(name, gradient, expected[name], 1e-4)
+    assert_gradients(model, expected, 1e-4)
 
 
 @pytest.mark.parametrize("rope", ["longrope", pytest.param("dynamic", marks=pytest.mark.slow)])

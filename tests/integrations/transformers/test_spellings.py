@@ -21,6 +21,7 @@ transformers = pytest.importorskip("transformers")
 
 from dualkv.integrations.transformers import enable, layers  # noqa: E402
 from dualkv.integrations.transformers.labels import makes_own_loss  # noqa: E402
+from tests.integrations.transformers.test_selfcheck import without_weights  # noqa: E402
 from tools import zoo  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -55,14 +56,7 @@ HARMLESS: dict[str, Any] = {
 
 def models_of(kind: str) -> list[Any]:
     """The models that the auto classes build of a type, small, enabled."""
-    config = zoo.configuration(kind)
-    found = []
-    for auto, mapping in zoo.MAPPINGS.items():
-        if type(config) in mapping:
-            with torch.device("meta"):
-                whole = getattr(transformers, auto).from_config(config, attn_implementation="eager")
-            found.append(enable(zoo.small(type(whole), whole.config), check=False))
-    return found
+    return [enable(zoo.small(type(whole), whole.config), check=False) for whole in without_weights(kind)]
 
 
 def refused_or(name: str, call: Any) -> Any:

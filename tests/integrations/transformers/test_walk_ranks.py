@@ -32,20 +32,29 @@ def of(rollouts: Any) -> dualkv.PackedSequences | None:
 class Policy(nn.Module):
     """A model with its head and loss in one forward."""
 
-    def __init__(self, tied: bool, recomputed: bool) -> None:
+    def __init__(self, lm: Any, recomputed: bool = False) -> None:
         super().__init__()
-        self.lm = enable(make_model(tie_word_embeddings=tied), check=False).train()
+        self.lm = enable(lm, check=False).train()
         if recomputed:
             recompute_layers(self.lm)
 
-    def forward(self, rows: Any, layout: Any, one: dualkv.walks.Pass | None = None) -> torch.Tensor | None:
-        hidden = self.lm.model(input_ids=rows.input_ids, dualkv=layout).last_hidden_state
+    def forward(self, rows: Any, layout: Any, one: Any = None, **media: Any) -> torch.Tensor | None:
+        hidden = self.lm.model(input_ids=rows.input_ids, dualkv=layout, **media).last_hidden_state
         if one is not None and not one.has_loss:
             return one.zero_loss(hidden, self.lm.lm_head.weight) if one.has_graph else None
         logp, _ = dualkv.response_logprobs(hidden, self.lm.lm_head.weight, rows)
-        if one is None:
-            return (torch.cat(rows.unpack(logp)).exp() * 3).sum()
-        return (rows.expand(logp).exp() * 3).sum()
+        return ((torch.cat(rows.unpack(logp)) if one is None else rows.expand(logp)).exp() * 3).sum()
+
+
+def backwards(policy: Any, passes: Any) -> str:
+    """Run passes with their backwards; FSDP and DDP take the mean over two ranks. Returns the kinds of the passes."""
+    kinds = ""
+    for one in passes:
+        with one:
+            loss = policy(one.part, one.branch, one)
+        one.backward(None if loss is None else 2 * loss)
+        kinds += one.kind
+    return kinds
 
 
 def on_a_rank(rank: int) -> None:
@@ -58,18 +67,14 @@ def on_a_rank(rank: int) -> None:
         next(dualkv.walk_passes(of(SMALL), 0 if rank else ROWS, group=dist.group.WORLD))
     for name, given in CASES.items():
         for tied, recomputed in [(False, True), (True, False)]:
-            plain = Policy(tied, False)
+            plain = Policy(make_model(tie_word_embeddings=tied))
             for rollouts in given:
                 if (batch := of(rollouts)) is not None:
                     plain(batch, batch.layout).backward()
-            policy, kinds = Policy(tied, recomputed), ""
+            policy = Policy(make_model(tie_word_embeddings=tied), recomputed)
             for part in (*policy.lm.model.layers, policy):
                 fully_shard(part, mesh=mesh)
-            for one in dualkv.walk_passes(of(given[rank]), ROWS, group=dist.group.WORLD):
-                with one:
-                    loss = policy(one.part, one.branch, one)
-                one.backward(None if loss is None else 2 * loss)  # FSDP takes the mean over ranks
-                kinds += one.kind
+            kinds = backwards(policy, dualkv.walk_passes(of(given[rank]), ROWS, group=dist.group.WORLD))
             for (parameter, p), (_, wanted) in zip(policy.named_parameters(), plain.named_parameters(), strict=True):
                 got = p.grad.full_tensor()
                 error = float((got - wanted.grad).abs().max() / wanted.grad.abs().max())
@@ -81,15 +86,12 @@ def on_a_rank(rank: int) -> None:
 
 def check_ddp(given: Any, rank: int) -> None:
     """DDP reduces nothing in the ranks' own walks, and all gradients in the backward of one more row without a loss."""
-    plain, policy = Policy(False, False), nn.parallel.DistributedDataParallel(Policy(False, True))
+    plain, policy = Policy(make_model()), nn.parallel.DistributedDataParallel(Policy(make_model(), True))
     for rollouts in given:
         if (batch := of(rollouts)) is not None:
             plain(batch, batch.layout).backward()
     with policy.no_sync():
-        for one in dualkv.walk_passes(mine, ROWS) if (mine := of(given[rank])) is not None else ():
-            with one:
-                loss = policy(one.part, one.branch, one)
-            one.backward(None if loss is None else 2 * loss)  # DDP takes the mean over ranks
+        backwards(policy, dualkv.walk_passes(mine, ROWS) if (mine := of(given[rank])) is not None else ())
     one = _empty("G", "cpu")
     with one:
         loss = policy(one.part, one.branch, one)

@@ -12,17 +12,13 @@ import dualkv
 from dualkv.data.parts import fitting, plan_parts
 from dualkv.integrations.transformers import enable, recompute_layers
 from dualkv.row_costs import Peak, measure_sharded_rows
-from tests.integrations.tiny import assert_close, gradients, make_model
+from tests.integrations.tiny import assert_close, assert_gradients, gradients, make_model
 from tests.integrations.transformers import test_recurrent
-from tests.integrations.transformers.test_branches import packed, walked, weights_of, whole
+from tests.integrations.transformers.test_branches import forward_of, packed, values_of, walked, weights_of, whole
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
 DENSE = "qwen3", "qwen3_moe"
-
-
-def forward_of(model):
-    return lambda ids, branch: model.model(input_ids=ids, dualkv=branch).last_hidden_state
 
 
 def group(prompt, lengths):
@@ -96,8 +92,7 @@ def test_a_budget_in_bytes_holds(costs, limit):
     assert plan.bytes <= limit < one_row.bytes
     assert 0.75 * plan.bytes <= peak.bytes <= 1.02 * plan.bytes, "in no case more; the smallest parts take less"
     assert_close("loss", loss, wanted, 1e-5)
-    for parameter, gradient in gradients(model).items():
-        assert_close(parameter, gradients(other)[parameter], gradient, 1e-5)
+    assert_gradients(other, gradients(model), 1e-5)
 
 
 def test_layers_keep_all_where_there_is_room(costs):
@@ -141,14 +136,8 @@ def test_ways_of_keeping(settings):
     weights = weights_of(batch, torch.float32)
     model, other = (enable(make_model()).train() for _ in range(2))
     wanted = whole(model, batch, weights)
-
-    def loss(hidden, part):
-        logp, _ = dualkv.response_logprobs(hidden, other.lm_head.weight, part)
-        return (part.expand(logp) * weights[part.places]).sum()
-
-    assert_close("loss", dualkv.walk(batch, 4, forward_of(other), loss, **settings), wanted, 1e-5)
-    for parameter, gradient in gradients(model).items():
-        assert_close(parameter, gradients(other)[parameter], gradient, 1e-5)
+    assert_close("loss", walked(other, batch, weights, 4, **settings), wanted, 1e-5)
+    assert_gradients(other, gradients(model), 1e-5)
 
 
 @pytest.mark.parametrize("gradients_in", [torch.float32, torch.bfloat16])
@@ -159,12 +148,7 @@ def test_sums_of_bf16_gradients(gradients_in):
 
     def computed(dtype, budget, **settings):
         model = enable(make_model(dtype=dtype)).train()
-
-        def loss(hidden, part):
-            logp, _ = dualkv.response_logprobs(hidden, model.lm_head.weight, part)
-            return (part.expand(logp) * weights[part.places]).sum()
-
-        dualkv.walk(batch, budget, forward_of(model), loss, **settings)
+        walked(model, batch, weights, budget, **settings)
         return model.model.layers[0].self_attn.k_proj.weight.grad.float()
 
     exact = computed(torch.float32, 1000)
@@ -181,6 +165,18 @@ def test_a_part_of_a_fused_projection_is_copied():
 
 
 # ---------------------------------------------------------------- both passes of a trunk are one
+def assert_slope(x, run):
+    """The gradient of x is the slope of `run()`."""
+    step = torch.randn_like(x)
+    with torch.no_grad():
+        slope = float((x.grad * step).sum())
+        x += 1e-6 * step
+        more = run()
+        x -= 2e-6 * step
+        less = run()
+    assert float(more - less) / 2e-6 == pytest.approx(slope, rel=1e-5)
+
+
 def test_dropout_is_drawn_once():
     """The second pass of a trunk draws what the first one drew: the gradient is that of one function."""
     batch = packed()
@@ -200,14 +196,7 @@ def test_dropout_is_drawn_once():
         return dualkv.walk(batch, budget, forward, loss)
 
     run(3)
-    step = torch.randn_like(embedding)
-    with torch.no_grad():
-        slope = float((embedding.grad * step).sum())
-        embedding += 1e-6 * step
-        more = run(3)
-        embedding -= 2e-6 * step
-        less = run(3)
-    assert float(more - less) / 2e-6 == pytest.approx(slope, rel=1e-5)
+    assert_slope(embedding, partial(run, 3))
 
 
 def test_autocast_around_a_walk():
@@ -218,8 +207,7 @@ def test_autocast_around_a_walk():
     with torch.autocast("cpu", torch.bfloat16):
         whole(model, batch, weights)
         walked(other, batch, weights, 4)
-    for parameter, gradient in gradients(model).items():
-        assert_close(parameter, gradients(other)[parameter], gradient, 0.05)
+    assert_gradients(other, gradients(model), 0.05)
 
 
 def test_passes_that_are_left_out_are_refused():
@@ -291,22 +279,16 @@ def test_losses_of_whole_sequences(budget, loss):
     batch = packed()
     lens = torch.tensor(batch.trained_lens)
     loss = partial(loss, of=torch.repeat_interleave(torch.arange(len(lens)), lens), lens=lens)
-
-    def values(model, hidden, part):
-        return part.expand(dualkv.response_logprobs(hidden, model.lm_head.weight, part)[0])
-
     model, other = (enable(make_model()).train() for _ in range(2))
     hidden = forward_of(model)(batch.input_ids, batch.layout)
     wanted = loss(torch.cat(batch.unpack(dualkv.response_logprobs(hidden, model.lm_head.weight, batch)[0])))
     wanted.backward()
-    found = dualkv.walk_whole(batch, budget, forward_of(other), partial(values, other), loss)
+    found = dualkv.walk_whole(batch, budget, forward_of(other), values_of(other), loss)
     assert_close("loss", found, wanted.detach(), 1e-5)
-    for parameter, gradient in gradients(model).items():
-        assert_close(parameter, gradients(other)[parameter], gradient, 1e-5)
+    assert_gradients(other, gradients(model), 1e-5)
     with torch.no_grad():
-        assert_close(
-            "loss", dualkv.walk_whole(batch, budget, forward_of(other), partial(values, other), loss), wanted, 1e-5
-        )
+        found = dualkv.walk_whole(batch, budget, forward_of(other), values_of(other), loss)
+    assert_close("loss", found, wanted, 1e-5)
     with pytest.raises(ValueError, match="values returned a tensor of shape"):
         dualkv.walk_whole(batch, budget, forward_of(other), lambda hidden, part: hidden.sum(), loss)
 
@@ -340,14 +322,7 @@ def test_values_whose_backward_is_a_walk(budget):
     value.backward()
     assert torch.equal(torch.get_rng_state(), state)
     assert all(mixed)
-    step = torch.randn_like(embedding)
-    with torch.no_grad():
-        slope = float((embedding.grad * step).sum())
-        embedding += 1e-6 * step
-        more = loss()
-        embedding -= 2e-6 * step
-        less = loss()
-    assert float(more - less) / 2e-6 == pytest.approx(slope, rel=1e-5)
+    assert_slope(embedding, loss)
     with pytest.raises(ValueError, match="batch counts no token"):
         dualkv.walk_values(dualkv.pack_sequences([[1, 2]], [[0, 0]]), budget, forward, values)
 
@@ -361,13 +336,10 @@ def test_first_trunks_wait_for_the_gradients():
         ran.append((branch.part.index, torch.is_grad_enabled()))
         return forward_of(model)(ids, branch)
 
-    def values(hidden, part):
-        return part.expand(dualkv.response_logprobs(hidden, model.lm_head.weight, part)[0])
-
     trunks = {part.index: part.path_rows for part in plan_parts(batch, 5) if part.is_trunk}
     assert [rows for rows in trunks.values() if rows < 9] == [0, 5]
     assert len(trunks) > 2
-    found = dualkv.walk_values(batch, 5, forward, values)
+    found = dualkv.walk_values(batch, 5, forward, values_of(model))
     first = found.detach().clone()
     for times in (1, 2):
         ran.clear()
@@ -380,11 +352,7 @@ def test_first_trunks_wait_for_the_gradients():
 
 def test_another_mode_in_the_backward_is_refused():
     batch, model = packed(), enable(make_model()).train()
-
-    def values(hidden, part):
-        return part.expand(dualkv.response_logprobs(hidden, model.lm_head.weight, part)[0])
-
-    found = dualkv.walk_values(batch, 7, forward_of(model), values)
+    found = dualkv.walk_values(batch, 7, forward_of(model), values_of(model))
     model.eval()
     with pytest.raises(ValueError, match="Model is in evaluation mode in a pass of a walk, and was in training mode"):
         found.sum().backward()
@@ -396,11 +364,7 @@ def test_parameters_that_change_within_a_walk_are_refused():
     """A step comes between the values and their backward, or an optimizer steps as soon as a gradient is there."""
     batch, model = packed(), enable(make_model()).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def values(hidden, part):
-        return part.expand(dualkv.response_logprobs(hidden, model.lm_head.weight, part)[0])
-
-    found = dualkv.walk_values(batch, 7, forward_of(model), values)
+    found = dualkv.walk_values(batch, 7, forward_of(model), values_of(model))
     found.sum().backward(retain_graph=True)
     optimizer.step()
     with pytest.raises(ValueError, match="parameters of Qwen3Model have been written into between two passes"):

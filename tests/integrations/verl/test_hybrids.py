@@ -62,7 +62,7 @@ def test_ranks_that_cannot_share_heads_are_refused_before_weights_are_read(monke
 
 
 def test_earlier_recurrent_layers_are_still_needed() -> None:
-    """Delete dualkv/integrations/transformers/recurrent/earlier.py, and what is for it alone, once this fails."""
+    """Delete dualkv/integrations/transformers/earlier.py, and what is for it alone, once this fails."""
     [asked] = [r for r in map(Requirement, requires("verl") or []) if r.name == "transformers" and r.marker is None]
     newer = [*(f"5.{minor}" for minor in range(17, 100)), "6.0"]
     assert not [*asked.specifier.filter(newer)], "veRL takes transformers whose recurrent layers need no stand-ins"

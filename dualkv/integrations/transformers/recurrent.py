@@ -36,8 +36,7 @@ from dualkv.integrations.recurrent.rules import (
 from dualkv.integrations.recurrent.sharded import trees_of
 from dualkv.integrations.recurrent.walked import Trees
 from dualkv.integrations.recurrent.waves import Wave
-from dualkv.integrations.transformers import masks
-from dualkv.integrations.transformers.recurrent import earlier
+from dualkv.integrations.transformers import earlier, masks
 
 Tensor = torch.Tensor
 

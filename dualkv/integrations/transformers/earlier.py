@@ -5,7 +5,7 @@ forward on a :class:`StandIn` that holds functions of ours. Mamba-2 and the shor
 method; a packed call runs the same computation around our convolution and scan. Some modules do not hand on what they
 are called with; their part finds the layout in an attribute then.
 
-As in :mod:`.seams`, forwards are replaced in classes, once, and a call without a layout runs the forward that was
+As in :mod:`.recurrent`, forwards are replaced in classes, once, and a call without a layout runs the forward that was
 there.
 """
 
