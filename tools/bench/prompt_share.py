@@ -45,7 +45,7 @@ def measure(
             runs = {way: runner(models[way], batches[way], weights, sizes.chunk_size) for way in models}
             if not figures:
                 logp = {way: run() for way, run in runs.items()}  # and all that is made at a first call
-                work = [flops(models["packed"], group, packed) for packed in (False, True)]
+                work = [flops(group, packed) for packed in (False, True)]
                 rows = {way: sum(batch.tokens for batch in batches[way]) for way in models}
                 figures |= {"prompt_len": group.prompt_len, "response_len": group.response_len, "rows": rows}
                 figures |= {"flop_ratio": work[0] / work[1], "logp_rms": harness.rms(*logp.values())}

@@ -6,7 +6,7 @@ Each job is run in several ways in turn, with every layer checkpointed:
 - walked: :func:`dualkv.walk` in a limit of memory, a multiple of the peak of the way before, weights and gradients
   included. Layers keep all where there is room.
 
-With `--megatron` the model is megatron-core's (:mod:`tools.bench.walk_megatron`).
+With `--megatron` the model is megatron-core's (:mod:`tools.bench.megatron`).
 
 `layers` is forward and backward of the layers, with a loss that sums hidden states of the rows that predict trained
 tokens; `update` has the head and log-probs too. Costs of rows are measured first (:func:`dualkv.measure_rows`).
@@ -281,7 +281,7 @@ def main(
     about = {name: getattr(sizes, name) for name in ("model", "layers", "dtype")}
     if megatron:
         about["library"] = "megatron-core"
-        from tools.bench.walk_megatron import MegatronRunner
+        from tools.bench.megatron import MegatronRunner
 
         runner = MegatronRunner(sizes, device)
     for figures in measure(sizes, list(job or JOBS), parts.split(","), device, runner):
