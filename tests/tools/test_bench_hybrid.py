@@ -1,4 +1,4 @@
-"""The benchmarks of a hybrid (tools/bench/hybrid, tools/bench/train_hybrid), in small, on the CPU."""
+"""The benchmark of a hybrid (tools/bench/hybrid), in small, on the CPU."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import torch
 pytest.importorskip("transformers")
 
 from dualkv.integrations.recurrent import rules
-from tools.bench import hybrid, train_hybrid
+from tools.bench import hybrid
 from tools.bench.hybrid import Groups
 from tools.bench.step import Sizes
-from tools.bench.symbols import Task
 
 SIZES = Sizes("tiny-hybrid", layers=4, responses=3, prompt_len=8, response_len=5, micro_batch=2, repeats=1,
               chunk_size=10, dtype="float32")  # fmt: skip
@@ -35,9 +34,3 @@ def test_parts():
     for distances in (figures["distance"][way] for way in ("packed", "replicated")):
         assert max(distances.values()) < 1e-5
     assert (rules.convolve, rules.scan) == before
-
-
-def test_both_ways_of_the_training_sample_the_same():
-    task = Task(groups=1, responses=4, prompt_len=6, response_len=2)
-    replicated, packed = (list(train_hybrid.train(way, task, 2, 1e-2, 0, narrow=False)) for way in train_hybrid.WAYS)
-    assert replicated == packed
