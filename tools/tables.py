@@ -22,7 +22,6 @@ from dualkv.bench.workloads import MAIN, parse
 from tools import filed, matrix_rows, trust_rows, zoo_rows
 from tools.bench import cold_start, features, host_time, real_layers, real_model, trace_rows, tune_rows, walk_rows
 from tools.bench.record import commit_of, runs_of
-from tools.ncu import show as ncu
 from tools.sanitize import show as sanitize
 
 ROOT = Path(__file__).parent.parent
@@ -421,7 +420,7 @@ def sanitizers() -> str:
     said = sanitize.errors(filed["tools"]) or ["No errors."]
     excused = "; ".join(f"{why} {n:,}" for why, n in sanitize.reasons(filed["tools"]).items())
     said += [f"False positives: {excused}."]
-    return "\n".join([f"{where}:", "", ncu.markdown(sanitize.table(filed["tools"])), "", *said])
+    return "\n".join([f"{where}:", "", sanitize.table(filed["tools"]), "", *said])
 
 
 def trust() -> str:
