@@ -19,9 +19,9 @@ from codegen.tiles import HEAD_DIMS
 from dualkv.bench.show import DIRECTIONS, markdown_table
 from dualkv.bench.sides import SIDES
 from dualkv.bench.workloads import MAIN, parse
-from tools import filed, matrix_rows, trust_rows, zoo_rows
-from tools.bench import cold_start, features, host_time, real_layers, real_model, trace_rows, tune_rows, walk_rows
-from tools.bench.record import commit_of, runs_of
+from tools import filed, trust_rows, zoo_rows
+from tools.bench import cold_start, features, host_time, real_layers, real_model, trace_rows
+from tools.bench.record import commit_of, recorded, runs_of
 from tools.sanitize import show as sanitize
 
 ROOT = Path(__file__).parent.parent
@@ -266,9 +266,27 @@ def aimed() -> str:
 
 
 def tuned() -> str:
+    """Tabulate the speed of other tiles over the table's entry, which is the first side of each result, by GQA ratio: a
+    row for each direction and head dim."""
     runs = {"forward": _load("tune-fwd-h200"), "backward": _load("tune-bwd-h200")}
+    results = [(direction, result) for direction, run in runs.items() for result in run["results"]]
+    ratios = sorted({result["gqa"] for _, result in results})
+    rows: dict[str, dict[str, dict[int, str]]] = {}
+    for direction, result in results:
+        (_, entry), *others = result["sides"].items()
+        dims = "/".join(str(result[name]) for name in ("head_dim", "head_dim_v") if name in result)
+        row = rows.setdefault(f"{direction} {dims}", {})
+        for name, side in others:
+            if "sustained_ms" in entry and "sustained_ms" in side:
+                row.setdefault(name, {})[result["gqa"]] = f"{entry['sustained_ms'] / side['sustained_ms']:.3f}"
+    cells = [
+        [what, "; ".join(f"{tile} {'/'.join(x.get(ratio, '-') for ratio in ratios)}" for tile, x in row.items())]
+        for what, row in rows.items()
+        if row
+    ]
+    head = ["head dim", f"other tiles: speed at GQA {'/'.join(map(str, ratios))}"]
     said = (_recorded(run, f"{direction.title()}. ") for direction, run in runs.items())
-    return tune_rows.tiles(runs) + "".join(said)
+    return markdown_table(head, cells) + "".join(said)
 
 
 def drawn() -> str:
@@ -354,6 +372,21 @@ def trees() -> str:
     return markdown_table(head, rows)
 
 
+def walks() -> str:
+    """Tabulate seconds and peak GiB of each job cut and walked; a job that did not fit as planned has parts of fixed
+    rows in its place."""
+    records, rows = [_load(f"walk-{job}-h200") for job in ("24576", "28672", "65536", "traces")], []
+    for record in records:
+        for job, made in record["jobs"].items():
+            what, _, limit = job.partition("@")
+            for part, ways in made["parts"].items():
+                walked = next(way for name, way in ways.items() if name != "cut" and "error" not in way)
+                cells = [f"{way['median']:.2f}, {way['peak_gib']:.1f}" for way in (ways["cut"], walked)]
+                rows.append([what, limit.partition(":")[0], part, *cells, f"{walked['speed_up']:.2f}x"])
+    head = ["P x N x R, or trace", "rows of a micro-batch", "part", "micro-batches", "walk", "speed-up"]
+    return markdown_table(head, rows) + recorded(*records)
+
+
 def other_gpus() -> str:
     """Tabulate forward and backward without our kernels, over PyTorch's FlashAttention calls, merged."""
     flash, flex, replicated = "dualkv-flash", "dualkv-flex", "torch-flash-replicated"
@@ -432,7 +465,7 @@ def trust() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "trust": trust,
-    "matrix": lambda: matrix_rows.table(_load("matrix")),
+    "matrix": lambda: zoo_rows.matrix(_load("matrix")),
     "zoo": lambda: zoo_rows.table(_load("zoo")),
     "zoo-newest": lambda: zoo_rows.newer(_load("zoo"), _load("zoo-newest")),
     "headline": headline,
@@ -449,7 +482,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "trace-verl": lambda: trace_rows.verl(_load),
     "trace-trl": lambda: trace_rows.trl(_load),
     "trace-trl-async": lambda: trace_rows.trl_async(_load),
-    "walks": lambda: walk_rows.walks(_load),
+    "walks": walks,
     "hybrid": hybrid,
     "real-layers": lambda: real_layers.markdown(_load("real-layers-h200")),
     "real-model": lambda: real_model.markdown(_load("real-model-h200"), _load("real-model-trainers-h200")),

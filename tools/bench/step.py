@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from dualkv.bench import trees
 from dualkv.bench.run import in_words
 from dualkv.data.rollouts import Rollouts
 from dualkv.integrations.transformers import enable, head, recompute_layers
@@ -109,28 +110,20 @@ def loss_weights(tokens: int, device: torch.device) -> torch.Tensor:
 
 
 def flops(sizes: Sizes, packed: bool) -> float:
-    """Count the FLOP of a forward and a backward without recomputation: 6 for a weight and row (of a mixture of
-    experts, the weights that a row is routed to), 12 for a pair and head dim."""
-    model = make_model(sizes, torch.device("meta"))
-    config, n, p, r = model.config, sizes.responses, sizes.prompt_len, sizes.response_len
-    prompts = 1 if packed else n
-    rows = prompts * p + n * r
+    """Count the FLOP of a forward and a backward without recomputation, as :func:`dualkv.bench.trees.flops` does for
+    whole models, with windows."""
+    n, p, r = sizes.responses, sizes.prompt_len, sizes.response_len
+    prompts, kinds = 1 if packed else n, kinds_of(make_config(sizes))
 
-    def seen(length: int, window: int | None) -> float:
-        """Pairs of one sequence."""
+    def seen(length: int, window: int | None) -> int:
+        """Count the pairs of one sequence."""
         inside = min(length, window or length)
-        return inside * inside / 2 + (length - inside) * inside
+        return inside * inside // 2 + (length - inside) * inside
 
-    pairs = sum(prompts * seen(p, w) + n * (seen(p + r, w) - seen(p, w)) for w, _ in kinds_of(config))
-    head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
-    share = config.num_experts_per_tok / experts_of(config) if experts_of(config) else 1.0
-    weights = sum(
-        w.numel() * (share if ".experts." in name else 1.0)
-        for name, w in model.get_decoder().layers.named_parameters()
-        if w.dim() > 1
-    )
-    attention = 12 * pairs * config.num_attention_heads * head_dim
-    return 6 * (weights * rows + model.get_output_embeddings().weight.numel() * n * r) + attention
+    pairs = sum(prompts * seen(p, w) + n * (seen(p + r, w) - seen(p, w)) for w, _ in kinds) // len(kinds)
+    part = sizes.layers / CONFIGS[sizes.model]["num_hidden_layers"]
+    layers = trees.flops(sizes.model, prompts * p + n * r, pairs, 0) * part
+    return layers + trees.flops(sizes.model, 0, 0, n * r)
 
 
 def step(
