@@ -239,9 +239,7 @@ def main(json_to: JsonPath, sizes: Sizes) -> None:
     device = harness.best_device()
     record = Record(json_to, device.type == "cuda")
     figures = measure(sizes, device)
-    record.write({"sizes": asdict(sizes), **figures})
-    for name, value in figures.items():
-        print(name, value, flush=True)
+    record.write({"sizes": asdict(sizes), **figures}, figures)
 
 
 if __name__ == "__main__":

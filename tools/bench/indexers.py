@@ -124,15 +124,7 @@ def main(
     sizes = {"prompt_len": prompt_len, "response_len": response_len, "responses": responses, "heads": heads}
     figures: dict[str, Any] = sizes | {"keys": keys, "together": together}
     figures |= measure(model, prompt_len, response_len, responses, together, repeats)
-    record.write(figures)
-    for name in ("selection", "forward", "step"):
-        one = figures[name]
-        memory = [f"{one[way].get('peak_gib', 0):.1f} GiB" for way in ("packed", "apart")]
-        print(
-            f"{name}: packed {one['packed']['median']:.3f} s, {memory[0]}; apart {one['apart']['median']:.3f} s,"
-            f" {memory[1]}; {one['times_as_fast']:.2f} times as fast"
-        )
-    print(f"distance {figures['distance']}, FlexAttention: {figures['flex']}")
+    record.write(figures, figures)
 
 
 if __name__ == "__main__":

@@ -185,7 +185,7 @@ def rows(
     json: OptionalJsonPath = None,
 ) -> None:
     """Count rows that differ in bits over random layouts."""
-    record, begin = Record(json, gpu=device != "cpu"), time.time()
+    record = Record(json, gpu=device != "cpu")
     asked = {} if as_it_stands else {"batch_invariant": True}
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         shares = [len(range(i, layouts, processes)) for i in range(processes)]
@@ -195,8 +195,7 @@ def rows(
     first = [case for one in done for case in one["first"]][:5]
     found = {"seed": seed, "processes": processes, "batch_invariant": not as_it_stands}
     found |= {name: counts[name] for name in COUNTED} | {"first": first}
-    record.write(found)
-    print(found, f"{time.time() - begin:.0f} s")
+    record.write(found, found)
     raise SystemExit(counts["differ"] > 0 and not as_it_stands)
 
 
@@ -213,8 +212,7 @@ def cost(
         best = measured(Inputs(one), seconds, turns)
         ratio = best[True] / best[False]
         results.append({"workload": one.name, "ms": best[False], "ms_batch_invariant": best[True], "ratio": ratio})
-        record.write({"seconds_a_turn": seconds, "turns": turns, "results": results})
-        print(f"{one.name}: {best[False]:.3f} ms, batch-invariant {best[True]:.3f} ms: {ratio:.3f} of it", flush=True)
+        record.write({"seconds_a_turn": seconds, "turns": turns, "results": results}, results[-1])
 
 
 @torch.no_grad()
@@ -261,8 +259,7 @@ def update(
     record = Record(json, gpu=device != "cpu")
     sizes = Update(model, layers, responses, prompt_len, response_len)
     found = updated(sizes, torch.device(device), seconds, turns)
-    record.write({"sizes": sizes._asdict(), "seconds_a_turn": seconds, "turns": turns, **found})
-    print(found)
+    record.write({"sizes": sizes._asdict(), "seconds_a_turn": seconds, "turns": turns, **found}, found)
     differ = found["differ"]["batch_invariant"]
     raise SystemExit(differ["hidden_states"] + differ["logp"] > 0)
 
@@ -355,8 +352,7 @@ def sampler(
     for prompt, scale in itertools.product((prompt_len, prompt_len + 8), (1.0, 4.0)):
         found = of_samplers(prompt, response_len, scale, torch.device(device), only.split(","))
         results.append({"prompt_len": prompt, "scores_times": scale, **found})
-        record.write({"response_len": response_len, "results": results})
-        print(results[-1], flush=True)
+        record.write({"response_len": response_len, "results": results}, results[-1])
 
 
 @torch.no_grad()

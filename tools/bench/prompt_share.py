@@ -110,8 +110,7 @@ def main(
     record = Record(json_to, device.type == "cuda")
     asked = [float(share) for share in shares.split(",")]
     for figures in measure(sizes, asked, rounds, seconds, stock, device):
-        record.write({"settings": settings, **figures})
-        print(*(f"{p['prompt_len']}+{p['response_len']}: {p['speed_up']:.2f}x" for p in figures["points"]), flush=True)
+        record.write({"settings": settings, **figures}, {p["prompt_len"]: p["speed_up"] for p in figures["points"]})
 
 
 if __name__ == "__main__":

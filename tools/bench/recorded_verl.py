@@ -178,7 +178,6 @@ def compare(
         for kind, rewarded in (("rewarded", True), ("others", False)):
             figures[kind] = [per_answer(x, rewards, rewarded) for x in (before, after)]
         found[name] = figures
-        print(f"{name}: {figures}", flush=True)
         yield found
 
 
@@ -200,7 +199,7 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         load_model(model, torch.float32, torch.device("cpu"), 0).save_pretrained(folder)
         for found in compare(runs, batches, rewards, Path(folder), kl):
-            record.write({"settings": asdict(runs["verl"]) | {"kl": kl}, "runs_of": found})
+            record.write({"settings": asdict(runs["verl"]) | {"kl": kl}, "runs_of": found}, list(found.items())[-1])
     dist.destroy_process_group()
 
 

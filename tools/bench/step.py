@@ -244,9 +244,7 @@ def main(
     device = harness.best_device()
     record = Record(json_to, device.type == "cuda")
     for figures in measure(sizes, ways.split(","), device, stock.split(","), megatron):
-        record.write({"sizes": asdict(sizes), **figures})
-        rows = list(figures["rows"].items())
-        print(*(rows[-1] if rows else figures.items()), flush=True)
+        record.write({"sizes": asdict(sizes), **figures}, [*figures.items(), *figures["rows"].items()][-1])
 
 
 if __name__ == "__main__":

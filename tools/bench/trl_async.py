@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import os
 import queue
 import statistics
@@ -251,8 +250,7 @@ def main(
                 figures = {"error": in_words(error)}
             shared = Found.of_trace(cast(traces.Trace, traces.parse(name))).shared
             found[kind][name] = {"share_ratio": Gain.of(shared).ratio, **figures}
-            print(name, json.dumps(figures), flush=True)
-            record.write(found)
+            record.write(found, {name: figures})
             gc.collect()
 
 

@@ -496,25 +496,6 @@ def settings_of(options: dict[str, Any], kind: type[Kind]) -> Kind:
     return kind(**options | {"engine": Engine(options["engine"]), "algorithm": Algorithm(options["algorithm"])})
 
 
-def summary(figures: dict[str, Any]) -> str:
-    s = figures["settings"]
-    size = f"{s['micro_batch']} rollouts" if s["micro_batch"] else f"{s['max_tokens']} tokens"
-    for name in ("tensor_parallel", "context_parallel", "pipeline_parallel"):
-        if s.get(name, 1) > 1:
-            size += f", {name.replace('_', ' ')} {s[name]}"
-    what = f"{s['engine']}, {s['model']}, {s['layers'] or 'all'} layers, {s['algorithm']}, micro-batches of {size}"
-    if s["trace"]:
-        what = f"{s['trace']}, {what}"
-    if "error" in figures:
-        return f"{what}: {figures['error']}"
-    return (
-        f"{what}: {figures['seconds']['median']:.3f} s an update ({figures['build_seconds']:.1f} s to build,"
-        f" {figures['measure_seconds']:.1f} s to measure), {figures['replicated_tokens_per_second']:,.0f} tokens/s,"
-        f" effective MFU {figures['mfu_effective']:.3f}, peak {max(figures['peak_gib']):.1f} GiB, {figures['metrics']}"
-        + (f", gradients {figures['gradients_from_fp32']:.2e} from fp32" if "gradients_from_fp32" in figures else "")
-    )
-
-
 def run(
     listed: list[Kind],
     json_to: Path,
@@ -530,8 +511,7 @@ def run(
     for figures in measure_all(listed, build, distance_on, check):
         done.append(figures)
         if dist.get_rank() == 0:
-            record.write({"rows": done})
-            print(summary(figures), flush=True)
+            record.write({"rows": done}, figures)
     dist.barrier()
     dist.destroy_process_group()
 

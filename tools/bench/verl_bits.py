@@ -122,8 +122,7 @@ def main(
             found = measure(s, trees, budgets or [3500, 6000, 20000])
             done.append({"settings": asdict(s), "ranks": dist.get_world_size(), **found})
             if dist.get_rank() == 0:
-                record.write({"rows": done})
-                print(f"trees {trees}, batch-invariant {invariant}: {found}", flush=True)
+                record.write({"rows": done}, done[-1])
     dist.destroy_process_group()
 
 

@@ -255,18 +255,6 @@ def _of_plan(plan: Fitting) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def line(name: str, part: str, ways: dict[str, Any]) -> str:
-    """A job's figures, short."""
-    said = []
-    for way, made in ways.items():
-        if "error" in made:
-            said.append(f"{way} {made['error'][:120]}")
-        elif "median" in made:
-            more = f", {made['speed_up']:.2f}x at {made['memory']:.2f} of its memory" if "speed_up" in made else ""
-            said.append(f"{way} {made['median']:.3f} s {made['bytes'] / 2**30:.2f} GiB{more}")
-    return f"{name}, {part}: {'; '.join(said)}"
-
-
 @harness.takes(Sizes)
 def main(
     json_to: JsonPath,
@@ -285,10 +273,8 @@ def main(
 
         runner = MegatronRunner(sizes, device)
     for figures in measure(sizes, list(job or JOBS), parts.split(","), device, runner):
-        record.write(about | figures)
         *_, (name, made) = figures["jobs"].items()
-        *_, (part, ways) = made["parts"].items()
-        print(line(name, part, ways), flush=True)
+        record.write(about | figures, {name: list(made["parts"].items())[-1]})
 
 
 if __name__ == "__main__":
