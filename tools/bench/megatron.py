@@ -27,10 +27,11 @@ from torch.utils.checkpoint import checkpoint
 
 from dualkv.data.memory import RowCosts
 from dualkv.data.parts import TreePart
-from dualkv.data.trees import PackedSequences, plan_sequences
+from dualkv.data.trees import PackedSequences
 from dualkv.integrations.megatron import PackedGroups, enable, measure_rows, walk_passes
 from dualkv.integrations.transformers.batches import ModelBatch
 from tools.bench import harness, stock_attention
+from tools.bench.walk import Runner
 
 
 def with_nets(spec: Any, is_net: Sequence[Any], norm: Any) -> Any:
@@ -143,8 +144,8 @@ def logprobs(model: Any, one: ModelBatch, chunk_size: int) -> torch.Tensor:
     return head_logprobs(model, rows[batch.predict_rows], batch.targets, chunk_size)
 
 
-class MegatronRunner:
-    """The model, and the ways to run a job, like :class:`tools.bench.walk.Runner`."""
+class MegatronRunner(Runner):
+    """The ways of :mod:`tools.bench.walk` in a megatron-core model."""
 
     def __init__(self, sizes: Any, device: torch.device) -> None:
         """sizes: `tools.bench.walk.Sizes`."""
@@ -154,27 +155,17 @@ class MegatronRunner:
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
 
-    def values(self, part: str, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Compute [m] values of tokens from the hidden states [m, C] that predict them."""
+    def predicted(self, part: str, hidden: torch.Tensor, asked: Any) -> torch.Tensor:
+        """Compute [m] values of tokens from the hidden states [T, 1, C] of rows that predict some of them."""
+        rows = hidden[asked.predict_rows, 0]
         if part == "layers":
-            return hidden.float().sum(-1) / hidden.shape[-1]
-        return head_logprobs(self.model, hidden, targets, self.sizes.chunk_size)
+            return rows.float().sum(-1) / rows.shape[-1]
+        return head_logprobs(self.model, rows, asked.targets, self.sizes.chunk_size)
 
-    def cut(self, part: str, job: Any) -> Callable[[], list[torch.Tensor]]:
-        batches = [job.pack(chosen, self.device) for chosen in plan_sequences(job.sequences, job.rows)]
-
-        def run() -> list[torch.Tensor]:
-            found = []
-            for batch in batches:
-                rows = PackedGroups(batch)
-                hidden = hidden_states(self.model, batch.input_ids, batch.position_ids, None, packed_seq_params=rows)
-                values = self.values(part, hidden[batch.predict_rows, 0], batch.targets)
-                values = torch.cat(batch.unpack(values))
-                (values.sum() / 1000).backward()
-                found.append(values.detach().sum())
-            return found
-
-        return run
+    def of_batch(self, part: str, batch: PackedSequences) -> torch.Tensor:
+        packed = PackedGroups(batch)
+        hidden = hidden_states(self.model, batch.input_ids, batch.position_ids, None, packed_seq_params=packed)
+        return self.predicted(part, hidden, batch)
 
     def walked(self, part: str, batch: PackedSequences, parts: list[TreePart]) -> Callable[[], list[torch.Tensor]]:
         def run() -> list[torch.Tensor]:
@@ -185,8 +176,7 @@ class MegatronRunner:
                     ids, positions, rows = one.input_ids, one.position_ids, one.packed
                     hidden = hidden_states(self.model, ids, positions, None, packed_seq_params=rows)
                     if one.has_loss:
-                        mine = one.predictions
-                        values = one.part.expand(self.values(part, hidden[mine.predict_rows, 0], mine.targets))
+                        values = one.part.expand(self.predicted(part, hidden, one.predictions))
                         found.append(values.detach().sum())
                         loss = values.sum() / 1000
                 del hidden
@@ -196,14 +186,9 @@ class MegatronRunner:
         return run
 
     def costs(self, job: Any) -> RowCosts:
-        config = self.model.config
-        weights = sum(parameter.numel() for parameter in self.model.decoder.layers[0].parameters())
-        rows = min(1024, max(16, job.rows // 16))
-        pairs = weights / (2 * config.num_attention_heads * config.kv_channels)
-
         def loss(hidden: torch.Tensor, one: Any) -> torch.Tensor:
-            mine = one.predictions
-            return self.values("update", hidden[mine.predict_rows, 0], mine.targets).sum()
+            return self.predicted("update", hidden, one.predictions).sum()
 
+        more = self.rows_and_pairs(job, self.model.decoder.layers[0], self.model.config.kv_channels)
         with mock.patch.object(self.model, "post_process", False):  # the head is in `loss`
-            return measure_rows(self.model, job.sequences[0].to(self.device), loss, rows=rows, pairs=pairs)
+            return measure_rows(self.model, job.sequences[0].to(self.device), loss, **more)

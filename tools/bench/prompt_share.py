@@ -9,8 +9,9 @@ Only rows that predict response tokens reach the head.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -37,14 +38,20 @@ def measure(
     models["replicated"].config._attn_implementation = {"": stock_attention.register(stock, sizes.length)}
     for model in models.values():
         recompute_layers(model, "nothing")
+
+    def run(model: Any, batches: list[ModelBatch], weights: torch.Tensor) -> torch.Tensor:
+        logp = step(model, batches, weights, sizes.chunk_size)
+        model.zero_grad(set_to_none=True)
+        return logp
+
     points = [point(sizes, share) for share in shares]
     found: list[dict[str, Any]] = [{} for _ in points]
     for _ in range(rounds):
         for group, figures in zip(points, found, strict=True):
             weights, batches = loss_weights(group.responses * group.response_len, device), group.batches(device)
-            runs = {way: runner(models[way], batches[way], weights, sizes.chunk_size) for way in models}
+            runs = {way: partial(run, models[way], batches[way], weights) for way in models}
             if not figures:
-                logp = {way: run() for way, run in runs.items()}  # and all that is made at a first call
+                logp = {way: call() for way, call in runs.items()}  # and all that is made at a first call
                 work = [flops(group, packed) for packed in (False, True)]
                 rows = {way: sum(batch.tokens for batch in batches[way]) for way in models}
                 figures |= {"prompt_len": group.prompt_len, "response_len": group.response_len, "rows": rows}
@@ -52,8 +59,8 @@ def measure(
                 figures |= {"seconds": {way: [] for way in models}}
             else:
                 runs["packed"]()  # memory of another size before it
-            for way, run in runs.items():
-                figures["seconds"][way].append(statistics.median(harness.turn(run, seconds)))
+            for way, call in runs.items():
+                figures["seconds"][way].append(statistics.median(harness.turn(call, seconds)))
             replicated, packed = (statistics.median(figures["seconds"][way]) for way in models)
             figures["speed_up"] = replicated / packed
             yield {"points": [each for each in found if each]}
@@ -71,17 +78,6 @@ def point(sizes: Sizes, share: float) -> Sizes:
             f"got a share of {share:g} of {sizes.length} tokens, expected at least {WHOLE} tokens of each part"
         )
     return replace(sizes, prompt_len=prompt, response_len=sizes.length - prompt)
-
-
-def runner(model: Any, batches: list[ModelBatch], weights: torch.Tensor, chunk_size: int) -> Callable[[], torch.Tensor]:
-    """Make a call that runs forward and backward of all micro-batches and returns the log-probs [M]."""
-
-    def run() -> torch.Tensor:
-        logp = step(model, batches, weights, chunk_size)
-        model.zero_grad(set_to_none=True)
-        return logp
-
-    return run
 
 
 def main(

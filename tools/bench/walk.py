@@ -137,14 +137,17 @@ class Runner:
             return hidden[0, rows.predict_rows].float().sum(-1) / hidden.shape[-1]
         return response_logprobs(hidden, self.head, rows, chunk_size=self.sizes.chunk_size, compiled=self.compiled)[0]
 
+    def of_batch(self, part: str, batch: PackedSequences) -> torch.Tensor:
+        """Compute the values of the trained tokens of a packed micro-batch."""
+        return self.values(part, self.forward(batch.input_ids, batch.layout), batch)
+
     def cut(self, part: str, job: Job) -> Callable[[], list[torch.Tensor]]:
         batches = [job.pack(chosen, self.device) for chosen in plan_sequences(job.sequences, job.rows)]
 
         def run() -> list[torch.Tensor]:
             found = []
             for batch in batches:
-                values = self.values(part, self.forward(batch.input_ids, batch.layout), batch)
-                values = torch.cat(batch.unpack(values))
+                values = torch.cat(batch.unpack(self.of_batch(part, batch)))
                 (values.sum() / 1000).backward()
                 found.append(values.detach().sum())
             return found
@@ -166,20 +169,24 @@ class Runner:
         return run
 
     def costs(self, job: Job) -> RowCosts:
-        def forward(ids: torch.Tensor, branch: Branch) -> torch.Tensor:
-            return self.forward(ids, branch)
-
-        hidden, weights = self.model.config.hidden_size, 0
-        for parameter in self.model.get_decoder().layers[0].parameters():
-            weights += parameter.numel()
-        rows = min(1024, max(16, job.rows // 16))
-        of_pairs = 2 * self.model.config.num_attention_heads * getattr(self.model.config, "head_dim", hidden)
+        """Measure the bytes of a row."""
         tokens = job.sequences[0].to(self.device)
 
         def loss(hidden: torch.Tensor, part: TreePart) -> torch.Tensor:
             return self.values("update", hidden, part).sum()
 
-        return measure_rows(forward, tokens, loss, rows=rows, pairs=weights / of_pairs)
+        def forward(ids: torch.Tensor, branch: Branch) -> torch.Tensor:
+            return self.forward(ids, branch)
+
+        config, layer = self.model.config, self.model.get_decoder().layers[0]
+        head_dim = getattr(config, "head_dim", config.hidden_size)
+        return measure_rows(forward, tokens, loss, **self.rows_and_pairs(job, layer, head_dim))
+
+    def rows_and_pairs(self, job: Job, layer: torch.nn.Module, head_dim: int) -> dict[str, Any]:
+        """Choose the rows to measure, and the pairs that cost as much as a row of the layer."""
+        weights = sum(parameter.numel() for parameter in layer.parameters())
+        rows = min(1024, max(16, job.rows // 16))
+        return {"rows": rows, "pairs": weights / (2 * self.model.config.num_attention_heads * head_dim)}
 
 
 def measure(
