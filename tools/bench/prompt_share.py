@@ -19,7 +19,6 @@ import typer
 
 from dualkv.integrations.transformers import enable, recompute_layers
 from dualkv.integrations.transformers.batches import ModelBatch
-from dualkv.models import CONFIGS
 from tools.bench import harness, stock_attention
 from tools.bench.record import JsonPath, Record
 from tools.bench.step import Sizes, flops, loss_weights, make_model, step
@@ -82,16 +81,16 @@ def point(sizes: Sizes, share: float) -> Sizes:
 
 def main(
     json_to: JsonPath,
-    model: Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}; random weights.")] = "qwen3-8b",
-    layers: Annotated[int, typer.Option(help="Of the model.")] = 8,
-    responses: Annotated[int, typer.Option("--responses", "-n", help="Of the one prompt.")] = 16,
+    model: harness.Model = "qwen3-8b",
+    layers: harness.Layers = 8,
+    responses: harness.Responses = 16,
     length: Annotated[int, typer.Option(help="Tokens of the prompt and a response together.")] = 8192,
     shares: Annotated[str, typer.Option(help="Of the prompt in these tokens.")] = ",".join(map(str, SHARES)),
-    micro_batch: Annotated[int, typer.Option(help="Replicated sequences at once; packed, the group is.")] = 8,
+    micro_batch: harness.MicroBatch = 8,
     rounds: Annotated[int, typer.Option(help="Turns of each way for each share.")] = 2,
     seconds: Annotated[float, typer.Option(help="Of a turn, at least.")] = 2.0,
-    chunk_size: Annotated[int, typer.Option(help="Rows of the head at a time.")] = 4096,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    chunk_size: harness.ChunkSize = 4096,
+    dtype: harness.Dtype = "bfloat16",
     stock: Annotated[
         str, typer.Option(help=f"Attention of replicated rows, of {', '.join(stock_attention.CALLS)}.")
     ] = "fa4",

@@ -33,15 +33,15 @@ WAYS = "packed", "fast", "replicated"
 class Sizes:
     """The model and the group."""
 
-    model: Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}; random weights.")] = "qwen3-8b"
-    layers: Annotated[int, typer.Option(help="Of the model.")] = 8
-    responses: Annotated[int, typer.Option("--responses", "-n", help="Of the one prompt.")] = 32
-    prompt_len: Annotated[int, typer.Option("--prompt-len", "-p", help="Tokens.")] = 8192
-    response_len: Annotated[int, typer.Option("--response-len", "-r", help="Tokens of each response.")] = 2048
-    micro_batch: Annotated[int, typer.Option(help="Replicated sequences at once; packed, the group is.")] = 8
-    repeats: Annotated[int, typer.Option(help="Packed; replicated it is one, after one micro-batch.")] = 3
-    chunk_size: Annotated[int, typer.Option(help="Rows of the head at a time.")] = 4096
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16"
+    model: harness.Model = "qwen3-8b"
+    layers: harness.Layers = 8
+    responses: harness.Responses = 32
+    prompt_len: harness.PromptLen = 8192
+    response_len: harness.ResponseLen = 2048
+    micro_batch: harness.MicroBatch = 8
+    repeats: harness.Repeats = 3
+    chunk_size: harness.ChunkSize = 4096
+    dtype: harness.Dtype = "bfloat16"
 
     @property
     def length(self) -> int:

@@ -47,7 +47,6 @@ from dualkv.demo.measure import PeakMemory
 from dualkv.demo.settings import DTYPES
 from dualkv.integrations.transformers import disable
 from dualkv.integrations.trl.async_grpo import AsyncGRPOTrainer
-from dualkv.models import CONFIGS
 from tools.bench import harness
 from tools.bench.record import JsonPath, Record
 from tools.bench.trl import FlashAttention4, check_names, stand_ins
@@ -59,8 +58,8 @@ WAYS: dict[str, Any] = {"trl": theirs.AsyncGRPOTrainer, "dualkv": AsyncGRPOTrain
 class Settings:
     """The settings of a measurement."""
 
-    model: Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}; random weights.")] = "qwen3-8b"
-    layers: Annotated[int | None, typer.Option(help="Of the model; all of them by default.")] = None
+    model: harness.Model = "qwen3-8b"
+    layers: harness.AllLayers = None
     dtype: Annotated[str, typer.Option(help=f"Of the weights, one of {', '.join(DTYPES)}.")] = "bfloat16"
     autocast: Annotated[bool, typer.Option(help="To bfloat16, TRL's default.")] = True
     checkpointing: Annotated[bool, typer.Option(help="Compute layers again in the backward, TRL's default.")] = True

@@ -67,12 +67,7 @@ class Algorithm(StrEnum):
     DAPO = "dapo"
 
 
-Model = Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}; random weights.")]
-Layers = Annotated[int | None, typer.Option(help="Of the model; all of them by default.")]
 Groups = Annotated[int, typer.Option(help="Prompts in an update of each data-parallel rank.")]
-Responses = Annotated[int, typer.Option("--responses", "-n", help="Responses of each prompt.")]
-PromptLen = Annotated[int, typer.Option("--prompt-len", "-p", help="Tokens of each prompt.")]
-ResponseLen = Annotated[int, typer.Option("--response-len", "-r", help="Tokens of each response.")]
 MaxTokens = Annotated[int | None, typer.Option(help="Or tokens, packed ones with packed groups.")]
 Untimed = Annotated[int, typer.Option(help="Whole updates before them, where the first one of a row compiles.")]
 Rows = Annotated[
@@ -97,12 +92,12 @@ class Common:
     """The settings of a measurement on any strategy."""
 
     engine: Annotated[Engine, typer.Option(help="veRL's own, or packed groups.")] = Engine.DUALKV
-    model: Model = "tiny"
-    layers: Layers = None
+    model: harness.Model = "tiny"
+    layers: harness.AllLayers = None
     groups: Groups = 1
-    responses: Responses = 32
-    prompt_len: PromptLen = 8192
-    response_len: ResponseLen = 2048
+    responses: harness.Responses = 32
+    prompt_len: harness.PromptLen = 8192
+    response_len: harness.ResponseLen = 2048
     micro_batch: Annotated[int | None, typer.Option(help="Rollouts a micro-batch.")] = None
     max_tokens: MaxTokens = None
     algorithm: Annotated[Algorithm, typer.Option(help="Whose loss.")] = Algorithm.GRPO

@@ -22,6 +22,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 
 from dualkv.integrations.metrics import RATIO
+from tools.bench import harness
 from tools.bench import verl as bench
 from tools.bench.record import JsonPath, Record
 
@@ -97,12 +98,12 @@ def measure(s: bench.Settings, trees: bool, budgets: list[int]) -> dict[str, Any
 
 def main(
     json_to: JsonPath,
-    model: bench.Model = "qwen3-8b",
-    layers: bench.Layers = 4,
+    model: harness.Model = "qwen3-8b",
+    layers: harness.AllLayers = 4,
     groups: bench.Groups = 4,
-    responses: bench.Responses = 8,
-    prompt_len: bench.PromptLen = 2048,
-    response_len: bench.ResponseLen = 512,
+    responses: harness.Responses = 8,
+    prompt_len: harness.PromptLen = 2048,
+    response_len: harness.ResponseLen = 512,
     max_tokens: bench.MaxTokens = 9000,
     budgets: Annotated[list[int] | None, typer.Option(help="Tokens of micro-batches of scores.")] = None,
     keep: Annotated[str, typer.Option(help="What checkpointed layers keep.")] = "attention",

@@ -105,11 +105,11 @@ def _group(prompt: int, responses: int, length: int, vocabulary: int) -> tuple[l
 class Sizes:
     """The model and its runs."""
 
-    model: Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}; random weights.")] = "qwen3-8b"
-    layers: Annotated[int, typer.Option(help="Of the model.")] = 8
+    model: harness.Model = "qwen3-8b"
+    layers: harness.Layers = 8
     repeats: Annotated[int, typer.Option(help="Of each way, after two that are not timed.")] = 3
-    chunk_size: Annotated[int, typer.Option(help="Rows of the head at a time.")] = 1024
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16"
+    chunk_size: harness.ChunkSize = 1024
+    dtype: harness.Dtype = "bfloat16"
 
 
 class Runner:
