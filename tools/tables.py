@@ -91,47 +91,39 @@ def _steps() -> dict[str, list[str]]:
         lens = f"{sizes['prompt_len']}, {sizes['responses']} x {least}{sizes['response_len']}"
         return [what, lens, peer, f"{a:.2f} / {b:.2f} s (**{a / b:.1f}x**)", memory]
 
-    rows = {}
+    fa4, sdpa, rows = "FlashAttention-4", "PyTorch's SDPA", dict[str, list[str]]()
     for name, what in (("update-cpu", "tiny Qwen3, fp32, 2 CPU cores"), ("update-h200", "Qwen3-0.6B, H200")):
         run = _load(name)
         ways = [run["ways"][way] for way in ("replicated", "packed")]
-        what = f"GRPO update, {what}"
-        rows[name] = measured(what, "PyTorch's SDPA", run["settings"], ways, "total_seconds", whole=False)
+        rows[name] = measured(f"GRPO update, {what}", sdpa, run["settings"], ways, "total_seconds", whole=False)
     run = _load("trl-h200-fa4")
     ways = [run["ways"][way] for way in ("padded", "packed")]
     what = "TRL, forward and backward of a micro-batch, Qwen3-0.6B, H200"
-    rows["trl"] = measured(what, "FlashAttention-4", run["settings"], ways, "seconds", whole=False, least="256 to ")
-    run = _load("step-h200-fa4")
-    ways = [run["rows"]["replicated"], _load("step-h200")["rows"]["packed"]]
-    what = "forward and backward of a group, 8 layers of Qwen3-8B, H200"
-    rows["step"] = measured(what, "FlashAttention-4", run["sizes"], ways, "median")
-    run = _load("step-h200-gpt-oss")
-    ways = [run["rows"][way] for way in ("replicated", "packed")]
-    what = "forward, backward and optimizer of a group, 8 layers of gpt-oss-20b, H200"
-    rows["gpt-oss"] = measured(what, STOCK[run["stock_attention"]], run["sizes"], ways, "median")
-    run = _load("hybrid-step-h200")
-    ways = [run["step"][way] for way in ("replicated", "packed")]
-    what = "forward and backward of a group, 8 layers of Qwen3.5-9B, H200"
-    rows["hybrid"] = measured(what, STOCK[run["stock_attention"]], run["sizes"], ways, "median")
-    run = _load("images-h200")
-    ways = [run["rows"][way] for way in ("replicated", "packed")]
-    what = "forward and backward of a group with four images, 8 layers of Qwen3-VL-8B and its vision tower, H200"
-    tokens = run["sizes"]["images"] * run["sizes"]["side"] ** 2 + run["sizes"]["text"]
-    rows["images"] = measured(what, "PyTorch's SDPA", run["sizes"] | {"prompt_len": tokens}, ways, "median")
-    run = _load("images-turns-h200")
-    ways = [run["rows"][way] for way in ("replicated", "packed")]
-    what = "the same of an agent with a screenshot in each of 12 turns, 6 of them shared, H200"
-    screen = run["sizes"]["side"] ** 2
-    lens = {
-        "prompt_len": run["sizes"]["images"] * screen + run["sizes"]["text"],
-        "response_len": run["sizes"]["turns"] * (screen + run["sizes"]["response_len"]),
-    }
-    rows["agent"] = measured(what, "PyTorch's SDPA", run["sizes"] | lens, ways, "median")
+    rows["trl"] = measured(what, fa4, run["settings"], ways, "seconds", whole=False, least="256 to ")
+    packed = {"step": _load("step-h200")["rows"]["packed"]}
+    for name, record, part, what in (
+        ("step", "step-h200-fa4", "rows", "forward and backward of a group, 8 layers of Qwen3-8B"),
+        ("gpt-oss", "step-h200-gpt-oss", "rows",
+         "forward, backward and optimizer of a group, 8 layers of gpt-oss-20b"),
+        ("hybrid", "hybrid-step-h200", "step", "forward and backward of a group, 8 layers of Qwen3.5-9B"),
+        ("images", "images-h200", "rows",
+         "forward and backward of a group with four images, 8 layers of Qwen3-VL-8B and its vision tower"),
+        ("agent", "images-turns-h200", "rows",
+         "the same of an agent with a screenshot in each of 12 turns, 6 of them shared"),
+    ):  # fmt: skip
+        run = _load(record)
+        ways, sizes = [run[part]["replicated"], packed.get(name) or run[part]["packed"]], run["sizes"]
+        if "images" in sizes:
+            image = sizes["side"] ** 2
+            sizes = sizes | {"prompt_len": sizes["images"] * image + sizes["text"]}
+            if sizes.get("turns"):
+                sizes["response_len"] = sizes["turns"] * (image + sizes["response_len"])
+        rows[name] = measured(f"{what}, H200", STOCK.get(run.get("stock_attention"), sdpa), sizes, ways, "median")
     run = _load("real-model-h200")
     ways = [run["times"][way] for way in ("replicated", "packed")]
     sizes = run["runs_of"]["packed-0"]["settings"]
     what = f"GRPO update of {sizes['groups']} prompts, SmolLM2-135M, H200"
-    rows["real"] = measured(what, "PyTorch's SDPA", sizes, ways, "median_s", least="up to ")
+    rows["real"] = measured(what, sdpa, sizes, ways, "median_s", least="up to ")
     whole_grpo = [
         r
         for r in _load("verl-h200-4gpu")["rows"]
@@ -141,8 +133,7 @@ def _steps() -> dict[str, list[str]]:
         min((r for r in whole_grpo if r["settings"]["engine"] == engine), key=lambda r: float(r["seconds"]["median"]))
         for engine in ("verl", "dualkv")
     ]
-    what = "veRL update, Qwen3-8B, 4 H200s"
-    rows["verl"] = measured(what, "cuDNN's attention", ways[0]["settings"], ways, "seconds")
+    rows["verl"] = measured("veRL update, Qwen3-8B, 4 H200s", "cuDNN's attention", ways[0]["settings"], ways, "seconds")
     return rows
 
 

@@ -52,8 +52,10 @@ def attend(
         return (out[0] if isinstance(out, tuple) else out)[None], None
     lengths, parts = ends.diff().tolist(), []
     for rows in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
-        one = (x.transpose(0, 1)[None] for x in rows)
-        out = torch.nn.functional.scaled_dot_product_attention(*one, is_causal=True, scale=scaling, enable_gqa=True)
+        own, keys, values = (x.transpose(0, 1)[None] for x in rows)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            own, keys, values, is_causal=True, scale=scaling, enable_gqa=True
+        )
         parts.append(out[0].transpose(0, 1))
     return torch.cat(parts)[None], None
 

@@ -296,14 +296,14 @@ def whole_batch(s: Common, worker: Any) -> TensorDict:
     return one_update(s, make_rollouts(s, vocab, worker.engine.get_data_parallel_rank()))
 
 
-def log_probs_of(data: TensorDict, worker: Any) -> list[torch.Tensor]:
-    """Compute the log-probs of the responses of a batch, fp32, by the worker's forward; none on a rank whose output
-    veRL does not take."""
+def log_probs_of(data: TensorDict, worker: Any, output: str = "log_probs") -> list[torch.Tensor]:
+    """Compute the log-probs (or the entropy) of the responses of a batch, fp32, by the worker's forward; none on a rank
+    whose output veRL does not take."""
     data = data.copy()
     tu.assign_non_tensor(data, compute_loss=False)
     lens = (data[name].offsets().diff().tolist() for name in ("prompts", "responses"))
     found = worker.infer_batch(data)
-    rows = zip(found["log_probs"].unbind(), *lens, strict=True) if found is not None else ()
+    rows = zip(found[output].unbind(), *lens, strict=True) if found is not None else ()
     return [row[p - 1 : p - 1 + r].float() for row, p, r in rows]
 
 

@@ -57,15 +57,8 @@ def rollouts(s: bench.Settings, vocab: int, rank: int, trees: bool) -> TensorDic
 def scores(worker: Any, data: TensorDict, budget: int) -> torch.Tensor:
     """[2, M] log-probs and entropies of all response tokens, by micro-batches of at most `budget` packed tokens."""
     data = data.copy()
-    tu.assign_non_tensor(data, compute_loss=False, use_dynamic_bsz=True, max_token_len_per_gpu=budget)
-    found = worker.infer_batch(data)
-    lens = [data[name].offsets().diff().tolist() for name in ("prompts", "responses")]
-    return torch.stack(
-        [
-            torch.cat([row[p - 1 : p - 1 + r] for row, p, r in zip(found[name].unbind(), *lens, strict=True)]).float()
-            for name in OUTPUTS
-        ]
-    )
+    tu.assign_non_tensor(data, use_dynamic_bsz=True, max_token_len_per_gpu=budget)
+    return torch.stack([torch.cat(bench.log_probs_of(data, worker, output)) for output in OUTPUTS])
 
 
 def measure(s: bench.Settings, trees: bool, budgets: list[int]) -> dict[str, Any]:
