@@ -127,7 +127,7 @@ def _steps() -> dict[str, list[str]]:
     whole_grpo = [
         r
         for r in _load("verl-h200-4gpu")["rows"]
-        if (r["settings"]["layers"], r["settings"]["algorithm"]) == (None, "grpo")
+        if (r["settings"]["layers"], r["settings"].get("algorithm", "grpo")) == (None, "grpo")
     ]
     ways = [
         min((r for r in whole_grpo if r["settings"]["engine"] == engine), key=lambda r: float(r["seconds"]["median"]))

@@ -31,7 +31,7 @@ from dualkv.data.trees import PackedSequences
 from dualkv.integrations.megatron import PackedGroups, enable, measure_rows, walk_passes
 from dualkv.integrations.transformers.batches import ModelBatch
 from tools.bench import harness, stock_attention
-from tools.bench.walk import Runner
+from tools.bench.walk_ways import Runner
 
 
 def with_nets(spec: Any, is_net: Sequence[Any], norm: Any) -> Any:

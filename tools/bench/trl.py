@@ -76,7 +76,6 @@ class Settings:
     ways: Annotated[list[str] | None, typer.Option("--way", help=f"Of {', '.join(WAYS)}; repeat it for more.")] = None
     attention: Annotated[str, typer.Option(help="transformers' attention of TRL's padded rows.")] = "sdpa"
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16"
-    checkpointing: Annotated[bool, typer.Option(help="Compute layers again in the backward, TRL's default.")] = True
     keep: Annotated[str | None, typer.Option(help="Of the way fast: of `recompute_layers`.")] = None
     steps: Annotated[int, typer.Option(help="To measure, after one that is not.")] = 2
     layers: harness.AllLayers = None
@@ -276,9 +275,8 @@ def make_step(
     else:
         cls = trl.GRPOTrainer if way == "padded" else partial(GRPOTrainer, fast=way == "fast")
         step = of_trainer(cls, model, s, rollouts, s.micro_batch if way == "split" else None)
-    if s.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    if s.checkpointing and s.keep is not None and way == "fast":
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    if s.keep is not None and way == "fast":
         recompute_layers(model, keep=s.keep)
     return model, step, seconds
 

@@ -62,7 +62,6 @@ class Settings:
     layers: harness.AllLayers = None
     dtype: Annotated[str, typer.Option(help=f"Of the weights, one of {', '.join(DTYPES)}.")] = "bfloat16"
     autocast: Annotated[bool, typer.Option(help="To bfloat16, TRL's default.")] = True
-    checkpointing: Annotated[bool, typer.Option(help="Compute layers again in the backward, TRL's default.")] = True
     turns: Annotated[int, typer.Option(help="To measure, of each trainer, after one that is not.")] = 4
     seconds: Annotated[float, typer.Option(help="At least, of each turn.")] = 2.0
 
@@ -128,7 +127,7 @@ class Step:
                 bf16=s.autocast and not exact,
                 dtype="float32" if exact else s.dtype,
                 use_cpu=not torch.cuda.is_available(),
-                gradient_checkpointing=s.checkpointing,
+                gradient_checkpointing=True,
                 gradient_checkpointing_kwargs={"use_reentrant": False},
                 router_aux_loss_coef=0.0,
                 max_steps=1,
@@ -141,8 +140,8 @@ class Step:
         )
         self.trainer.current_gradient_accumulation_steps = 1
         model = self.trainer.model
-        if s.checkpointing:  # TRL turns it on in `train`, which nothing here calls
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+        # TRL turns it on in `train`, which nothing here calls.
+        model.gradient_checkpointing_enable({"use_reentrant": False})
         self.model = self.trainer.accelerator.prepare(model)
 
     def __call__(self, inputs: dict[str, torch.Tensor]) -> float:

@@ -62,11 +62,6 @@ class Engine(StrEnum):
     DUALKV = "dualkv"
 
 
-class Algorithm(StrEnum):
-    GRPO = "grpo"
-    DAPO = "dapo"
-
-
 Groups = Annotated[int, typer.Option(help="Prompts in an update of each data-parallel rank.")]
 MaxTokens = Annotated[int | None, typer.Option(help="Or tokens, packed ones with packed groups.")]
 Untimed = Annotated[int, typer.Option(help="Whole updates before them, where the first one of a row compiles.")]
@@ -75,16 +70,7 @@ Rows = Annotated[
 ]
 
 
-# Beside veRL's defaults, among them the mean over tokens.
-LOSSES: dict[Algorithm, dict[str, Any]] = {
-    Algorithm.GRPO: {"use_kl_loss": True, "kl_loss_coef": 0.001},
-    Algorithm.DAPO: {
-        "clip_ratio_low": 0.2,
-        "clip_ratio_high": 0.28,
-        "clip_ratio_c": 10.0,
-        "loss_agg_mode": "token-mean",
-    },
-}
+GRPO: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 0.001}  # beside veRL's defaults, so the mean over tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +86,6 @@ class Common:
     response_len: harness.ResponseLen = 2048
     micro_batch: Annotated[int | None, typer.Option(help="Rollouts a micro-batch.")] = None
     max_tokens: MaxTokens = None
-    algorithm: Annotated[Algorithm, typer.Option(help="Whose loss.")] = Algorithm.GRPO
     attention: str = "fa2"
     head: str = "torch"
     dtype: Annotated[str, typer.Option(help="Of the computation: bf16 or fp32.")] = "bf16"
@@ -111,7 +96,7 @@ class Common:
 
     def same_worker(self, other: Common) -> bool:
         """Whether the worker of `other` serves these settings: they differ in rollouts and micro-batches alone."""
-        free = ("groups", "responses", "micro_batch", "max_tokens", "algorithm", "updates", "untimed", "trace")
+        free = ("groups", "responses", "micro_batch", "max_tokens", "updates", "untimed", "trace")
         if (self.trace is None) != (other.trace is None):
             return False
         return replace(other, **{name: getattr(self, name) for name in free}) == self
@@ -187,7 +172,7 @@ UNCLIPPED = {"clip_ratio_low": 1.0, "clip_ratio_high": 1e9, "clip_ratio_c": 1e9}
 def set_loss(worker: Any, s: Common, **changed: Any) -> None:
     """veRL's loss for the rollouts of `s`, with some settings of its own."""
     of = {"strategy": worker.engine_config.strategy, "rollout_n": s.responses, "ppo_micro_batch_size_per_gpu": 1}
-    worker.set_loss_fn(partial(ppo_loss, config=ActorConfig(**of, **LOSSES[s.algorithm] | changed)))
+    worker.set_loss_fn(partial(ppo_loss, config=ActorConfig(**of, **GRPO | changed)))
 
 
 def make_worker(s: Settings, folder: Path) -> Any:
@@ -488,7 +473,7 @@ def settings_of(options: dict[str, Any], kind: type[Kind]) -> Kind:
         raise typer.BadParameter("--sequence-parallel is given with veRL's own engine, expected packed groups")
     if unknown := options.keys() - kind.__dataclass_fields__.keys():
         raise typer.BadParameter(f"a row has {', '.join(sorted(unknown))}, which is no option")
-    return kind(**options | {"engine": Engine(options["engine"]), "algorithm": Algorithm(options["algorithm"])})
+    return kind(**options | {"engine": Engine(options["engine"])})
 
 
 def run(

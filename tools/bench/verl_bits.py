@@ -121,7 +121,7 @@ def main(
 
 
 FIXED: dict[str, Any] = {
-    "engine": "dualkv", "micro_batch": None, "algorithm": "grpo", "attention": "sdpa", "head": "unfused",
+    "engine": "dualkv", "micro_batch": None, "attention": "sdpa", "head": "unfused",
     "updates": 1, "learning_rate": 1e-6, "liger": False, "checkpointing": True,
 }  # fmt: skip
 
