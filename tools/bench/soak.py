@@ -31,7 +31,6 @@ from dualkv import Layout
 from dualkv.bench.timing import Meter
 from tools.bench.record import OptionalJsonPath, Record
 
-SCHEMA = 1
 SHAPES = ((128, 8, 2), (64, 4, 4), (256, 4, 1))  # head dim, heads, KV heads
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 LONGEST = {"cuda": (3000, 500), "cpu": (60, 20)}  # prompt, response
@@ -237,7 +236,7 @@ def main(
     def record(made: dict[str, Any]) -> None:
         # Of each minute or so one sample is filed, and the last; all of them are judged.
         curve = [*made["curve"][:-1:FILED], *made["curve"][-1:]]
-        file.write({"schema": SCHEMA, **made, "curve": curve}, curve[-1:])
+        file.write({**made, "curve": curve}, curve[-1:])
 
     made = run(seconds, seed, device, every, record)
     for problem in made["problems"]:
