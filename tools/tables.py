@@ -19,10 +19,9 @@ from codegen.tiles import HEAD_DIMS
 from dualkv.bench.show import DIRECTIONS, markdown_table
 from dualkv.bench.sides import SIDES
 from dualkv.bench.workloads import MAIN, parse
-from tools import filed, matrix_rows, trust_rows, zoo_rows
-from tools.bench import cold_start, features, host_time, real_layers, real_model, trace_rows, tune_rows, walk_rows
-from tools.bench.record import commit_of, runs_of
-from tools.ncu import show as ncu
+from tools import filed, trust_rows, zoo_rows
+from tools.bench import cold_start, features, host_time, real_layers, real_model, trace_rows
+from tools.bench.record import commit_of, recorded, runs_of
 from tools.sanitize import show as sanitize
 
 ROOT = Path(__file__).parent.parent
@@ -92,58 +91,49 @@ def _steps() -> dict[str, list[str]]:
         lens = f"{sizes['prompt_len']}, {sizes['responses']} x {least}{sizes['response_len']}"
         return [what, lens, peer, f"{a:.2f} / {b:.2f} s (**{a / b:.1f}x**)", memory]
 
-    rows = {}
+    fa4, sdpa, rows = "FlashAttention-4", "PyTorch's SDPA", dict[str, list[str]]()
     for name, what in (("update-cpu", "tiny Qwen3, fp32, 2 CPU cores"), ("update-h200", "Qwen3-0.6B, H200")):
         run = _load(name)
         ways = [run["ways"][way] for way in ("replicated", "packed")]
-        what = f"GRPO update, {what}"
-        rows[name] = measured(what, "PyTorch's SDPA", run["settings"], ways, "total_seconds", whole=False)
+        rows[name] = measured(f"GRPO update, {what}", sdpa, run["settings"], ways, "total_seconds", whole=False)
     run = _load("trl-h200-fa4")
     ways = [run["ways"][way] for way in ("padded", "packed")]
     what = "TRL, forward and backward of a micro-batch, Qwen3-0.6B, H200"
-    rows["trl"] = measured(what, "FlashAttention-4", run["settings"], ways, "seconds", whole=False, least="256 to ")
-    run = _load("step-h200-fa4")
-    ways = [run["rows"]["replicated"], _load("step-h200")["rows"]["packed"]]
-    what = "forward and backward of a group, 8 layers of Qwen3-8B, H200"
-    rows["step"] = measured(what, "FlashAttention-4", run["sizes"], ways, "median")
-    run = _load("step-h200-gpt-oss")
-    ways = [run["rows"][way] for way in ("replicated", "packed")]
-    what = "forward, backward and optimizer of a group, 8 layers of gpt-oss-20b, H200"
-    rows["gpt-oss"] = measured(what, STOCK[run["stock_attention"]], run["sizes"], ways, "median")
-    run = _load("hybrid-step-h200")
-    ways = [run["step"][way] for way in ("replicated", "packed")]
-    what = "forward and backward of a group, 8 layers of Qwen3.5-9B, H200"
-    rows["hybrid"] = measured(what, STOCK[run["stock_attention"]], run["sizes"], ways, "median")
-    run = _load("images-h200")
-    ways = [run["rows"][way] for way in ("replicated", "packed")]
-    what = "forward and backward of a group with four images, 8 layers of Qwen3-VL-8B and its vision tower, H200"
-    tokens = run["sizes"]["images"] * run["sizes"]["side"] ** 2 + run["sizes"]["text"]
-    rows["images"] = measured(what, "PyTorch's SDPA", run["sizes"] | {"prompt_len": tokens}, ways, "median")
-    run = _load("images-turns-h200")
-    ways = [run["rows"][way] for way in ("replicated", "packed")]
-    what = "the same of an agent with a screenshot in each of 12 turns, 6 of them shared, H200"
-    screen = run["sizes"]["side"] ** 2
-    lens = {
-        "prompt_len": run["sizes"]["images"] * screen + run["sizes"]["text"],
-        "response_len": run["sizes"]["turns"] * (screen + run["sizes"]["response_len"]),
-    }
-    rows["agent"] = measured(what, "PyTorch's SDPA", run["sizes"] | lens, ways, "median")
+    rows["trl"] = measured(what, fa4, run["settings"], ways, "seconds", whole=False, least="256 to ")
+    packed = {"step": _load("step-h200")["rows"]["packed"]}
+    for name, record, part, what in (
+        ("step", "step-h200-fa4", "rows", "forward and backward of a group, 8 layers of Qwen3-8B"),
+        ("gpt-oss", "step-h200-gpt-oss", "rows",
+         "forward, backward and optimizer of a group, 8 layers of gpt-oss-20b"),
+        ("hybrid", "hybrid-step-h200", "step", "forward and backward of a group, 8 layers of Qwen3.5-9B"),
+        ("images", "images-h200", "rows",
+         "forward and backward of a group with four images, 8 layers of Qwen3-VL-8B and its vision tower"),
+        ("agent", "images-turns-h200", "rows",
+         "the same of an agent with a screenshot in each of 12 turns, 6 of them shared"),
+    ):  # fmt: skip
+        run = _load(record)
+        ways, sizes = [run[part]["replicated"], packed.get(name) or run[part]["packed"]], run["sizes"]
+        if "images" in sizes:
+            image = sizes["side"] ** 2
+            sizes = sizes | {"prompt_len": sizes["images"] * image + sizes["text"]}
+            if sizes.get("turns"):
+                sizes["response_len"] = sizes["turns"] * (image + sizes["response_len"])
+        rows[name] = measured(f"{what}, H200", STOCK.get(run.get("stock_attention"), sdpa), sizes, ways, "median")
     run = _load("real-model-h200")
     ways = [run["times"][way] for way in ("replicated", "packed")]
     sizes = run["runs_of"]["packed-0"]["settings"]
     what = f"GRPO update of {sizes['groups']} prompts, SmolLM2-135M, H200"
-    rows["real"] = measured(what, "PyTorch's SDPA", sizes, ways, "median_s", least="up to ")
+    rows["real"] = measured(what, sdpa, sizes, ways, "median_s", least="up to ")
     whole_grpo = [
         r
         for r in _load("verl-h200-4gpu")["rows"]
-        if (r["settings"]["layers"], r["settings"]["algorithm"]) == (None, "grpo")
+        if (r["settings"]["layers"], r["settings"].get("algorithm", "grpo")) == (None, "grpo")
     ]
     ways = [
         min((r for r in whole_grpo if r["settings"]["engine"] == engine), key=lambda r: float(r["seconds"]["median"]))
         for engine in ("verl", "dualkv")
     ]
-    what = "veRL update, Qwen3-8B, 4 H200s"
-    rows["verl"] = measured(what, "cuDNN's attention", ways[0]["settings"], ways, "seconds")
+    rows["verl"] = measured("veRL update, Qwen3-8B, 4 H200s", "cuDNN's attention", ways[0]["settings"], ways, "seconds")
     return rows
 
 
@@ -267,9 +257,27 @@ def aimed() -> str:
 
 
 def tuned() -> str:
+    """Tabulate the speed of other tiles over the table's entry, which is the first side of each result, by GQA ratio: a
+    row for each direction and head dim."""
     runs = {"forward": _load("tune-fwd-h200"), "backward": _load("tune-bwd-h200")}
+    results = [(direction, result) for direction, run in runs.items() for result in run["results"]]
+    ratios = sorted({result["gqa"] for _, result in results})
+    rows: dict[str, dict[str, dict[int, str]]] = {}
+    for direction, result in results:
+        (_, entry), *others = result["sides"].items()
+        dims = "/".join(str(result[name]) for name in ("head_dim", "head_dim_v") if name in result)
+        row = rows.setdefault(f"{direction} {dims}", {})
+        for name, side in others:
+            if "sustained_ms" in entry and "sustained_ms" in side:
+                row.setdefault(name, {})[result["gqa"]] = f"{entry['sustained_ms'] / side['sustained_ms']:.3f}"
+    cells = [
+        [what, "; ".join(f"{tile} {'/'.join(x.get(ratio, '-') for ratio in ratios)}" for tile, x in row.items())]
+        for what, row in rows.items()
+        if row
+    ]
+    head = ["head dim", f"other tiles: speed at GQA {'/'.join(map(str, ratios))}"]
     said = (_recorded(run, f"{direction.title()}. ") for direction, run in runs.items())
-    return tune_rows.tiles(runs) + "".join(said)
+    return markdown_table(head, cells) + "".join(said)
 
 
 def drawn() -> str:
@@ -355,6 +363,21 @@ def trees() -> str:
     return markdown_table(head, rows)
 
 
+def walks() -> str:
+    """Tabulate seconds and peak GiB of each job cut and walked; a job that did not fit as planned has parts of fixed
+    rows in its place."""
+    records, rows = [_load(f"walk-{job}-h200") for job in ("24576", "28672", "65536", "traces")], []
+    for record in records:
+        for job, made in record["jobs"].items():
+            what, _, limit = job.partition("@")
+            for part, ways in made["parts"].items():
+                walked = next(way for name, way in ways.items() if name != "cut" and "error" not in way)
+                cells = [f"{way['median']:.2f}, {way['peak_gib']:.1f}" for way in (ways["cut"], walked)]
+                rows.append([what, limit.partition(":")[0], part, *cells, f"{walked['speed_up']:.2f}x"])
+    head = ["P x N x R, or trace", "rows of a micro-batch", "part", "micro-batches", "walk", "speed-up"]
+    return markdown_table(head, rows) + recorded(*records)
+
+
 def other_gpus() -> str:
     """Tabulate forward and backward without our kernels, over PyTorch's FlashAttention calls, merged."""
     flash, flex, replicated = "dualkv-flash", "dualkv-flex", "torch-flash-replicated"
@@ -421,7 +444,7 @@ def sanitizers() -> str:
     said = sanitize.errors(filed["tools"]) or ["No errors."]
     excused = "; ".join(f"{why} {n:,}" for why, n in sanitize.reasons(filed["tools"]).items())
     said += [f"False positives: {excused}."]
-    return "\n".join([f"{where}:", "", ncu.markdown(sanitize.table(filed["tools"])), "", *said])
+    return "\n".join([f"{where}:", "", sanitize.table(filed["tools"]), "", *said])
 
 
 def trust() -> str:
@@ -433,7 +456,7 @@ def trust() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "trust": trust,
-    "matrix": lambda: matrix_rows.table(_load("matrix")),
+    "matrix": lambda: zoo_rows.matrix(_load("matrix")),
     "zoo": lambda: zoo_rows.table(_load("zoo")),
     "zoo-newest": lambda: zoo_rows.newer(_load("zoo"), _load("zoo-newest")),
     "headline": headline,
@@ -450,7 +473,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "trace-verl": lambda: trace_rows.verl(_load),
     "trace-trl": lambda: trace_rows.trl(_load),
     "trace-trl-async": lambda: trace_rows.trl_async(_load),
-    "walks": lambda: walk_rows.walks(_load),
+    "walks": walks,
     "hybrid": hybrid,
     "real-layers": lambda: real_layers.markdown(_load("real-layers-h200")),
     "real-model": lambda: real_model.markdown(_load("real-model-h200"), _load("real-model-trainers-h200")),

@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+from dualkv.bench import trees
 from dualkv.models import CONFIGS
 from tests.integrations.tiny import make_model
 from tools.bench import harness, stock_attention
@@ -37,7 +38,8 @@ def test_ways_compute_the_same():
 
 OSS = {"model_type": "gpt_oss", "vocab_size": 320, "hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 4,
        "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2,
-       "initializer_range": 0.2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}  # fmt: skip
+       "initializer_range": 0.2, "num_hidden_layers": 2,
+       "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}  # fmt: skip
 
 
 def test_windows_sinks_experts_and_an_optimizer(monkeypatch):
@@ -47,13 +49,10 @@ def test_windows_sinks_experts_and_an_optimizer(monkeypatch):
     assert bench_step.kinds_of(harness.make_config(sizes.model, sizes.layers)) == [(5, True), (None, True)]
     *_, figures = bench_step.measure(sizes, ["packed", "replicated"], torch.device("cpu"))
     assert figures["rows"]["replicated"]["logp_rms_from_first_row"] < 1e-5
-    whole = bench_step.make_model(sizes, torch.device("cpu"))
-    assert whole.config._experts_implementation == "grouped_mm"
-    rows, chosen = 24 + 4 * 6, sum(w.numel() for n, w in whole.model.layers.named_parameters() if ".experts." in n)
-    rest = sum(w.numel() for n, w in whole.model.layers.named_parameters() if w.dim() > 1 and ".experts." not in n)
+    assert bench_step.make_config(sizes)._experts_implementation == "grouped_mm"
     pairs = 24 * 24 / 2 + 4 * (6 * 24 + 6 * 6 / 2) + 12.5 + 19 * 5 + 4 * 6 * 5
-    packed = 6 * ((chosen / 2 + rest) * rows + 320 * 64 * 4 * 6) + 12 * pairs * 4 * 16
-    assert bench_step.flops(whole, sizes, packed=True) == pytest.approx(packed)
+    counted = trees.flops("tiny-oss", 24 + 4 * 6, 0, 4 * 6) + 12 * pairs * 4 * 16
+    assert bench_step.flops(sizes, packed=True) == pytest.approx(counted, rel=1e-3)
 
 
 def test_flops_are_those_of_the_rows():
@@ -62,8 +61,8 @@ def test_flops_are_those_of_the_rows():
     heads = 4 * 64
     pairs = 24 * 24 / 2 + 4 * (6 * 24 + 6 * 6 / 2)
     packed = 6 * (layer * (24 + 4 * 6) + 320 * 256 * 4 * 6) + 12 * pairs * heads
-    assert bench_step.flops(model, SIZES, packed=True) == pytest.approx(packed)
-    assert bench_step.flops(model, SIZES, packed=False) > 2 * packed
+    assert bench_step.flops(SIZES, packed=True) == pytest.approx(packed)
+    assert bench_step.flops(SIZES, packed=False) > 2 * packed
 
 
 def test_stock_attention_of_sequences_end_to_end():

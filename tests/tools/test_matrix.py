@@ -11,7 +11,7 @@ import typer
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from tools import filed, matrix, matrix_rows, zoo  # noqa: E402
+from tools import filed, matrix, zoo, zoo_rows  # noqa: E402
 
 
 def test_a_type_in_every_way(one_thread: None) -> None:
@@ -74,7 +74,7 @@ def test_a_run_goes_on_where_it_was_cut_and_runs_named_types_again(
     now = filed.read(path)
     assert (now["commit"], now["types"]) == ("0" * 40, before["types"])
     assert {kind: at["commit"] for kind, at in now["later"].items()} == {"qwen3": before["commit"]}
-    assert f", 1 of them at commit {before['commit'][:7]}" in matrix_rows.table(now)
+    assert f", 1 of them at commit {before['commit'][:7]}" in zoo_rows.matrix(now)
 
 
 def test_a_type_that_does_not_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,12 +86,12 @@ def test_a_type_that_does_not_run_fails(monkeypatch: pytest.MonkeyPatch) -> None
 def test_table() -> None:
     exact, refused = {"outcome": zoo.EXACT, "error": 3e-6}, {"outcome": zoo.REFUSED, "reason": "no"}
     run = {"transformers": "5", "workers": 2, "date": "2026-11-29", "commit": "a" * 40, "seconds": 60.0}
-    cells = {"llama": dict.fromkeys(matrix_rows.WAYS, exact), "bloom": {"walk": refused}, "opt": {"all": exact}}
-    assert set(matrix.WAYS) == set(matrix_rows.WAYS)
-    about, _, _, _, *rows = matrix_rows.table(run | {"types": cells}).splitlines()
+    cells = {"llama": dict.fromkeys(zoo_rows.WAYS, exact), "bloom": {"walk": refused}, "opt": {"all": exact}}
+    assert set(matrix.WAYS) == set(zoo_rows.WAYS)
+    about, _, _, _, *rows = zoo_rows.matrix(run | {"types": cells}).splitlines()
     assert about.endswith(" 2 types. Not run: `opt`:")
     [row] = [row for row in rows if "walk" in row]
     assert row.split("|")[2:6] == [" 1 ", " 3e-06 ", " 0 ", " 1: `bloom` "]
     [others] = [row for row in rows if "walk" not in row]
     assert others.split("|")[2:6] == [" 1 ", " 3e-06 ", " 0 ", " 0 "]
-    assert all(words in others for way, words in matrix_rows.WAYS.items() if way != "walk")
+    assert all(words in others for way, words in zoo_rows.WAYS.items() if way != "walk")

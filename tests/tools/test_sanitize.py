@@ -124,12 +124,12 @@ PLANTED = {(tool, name) for tool, (name, _) in controls.PLANTED.items()}
 ALL_CONTROLS = {tool: [*controls.CORRECT, *controls.RACY, name] for tool, (name, _) in controls.PLANTED.items()}
 
 
-def run(monkeypatch, tmp_path, bad=frozenset(), dies=None, more=()):
+def run(monkeypatch, tmp_path, bad=frozenset(), dies=None):
     program = tmp_path / "compute-sanitizer"
     form = {"python": sys.executable, "cases": NAMES, "controls": ALL_CONTROLS, "bad": set(bad), "dies": dies}
     program.write_text(PROGRAM.format(**form))
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr(sanitize, "find_sanitizer", lambda: str(program))
+    monkeypatch.setattr(sanitize, "find_program", lambda *_, **__: str(program))
     monkeypatch.setattr(sanitize.store, "fill", lambda *_: [])
     monkeypatch.setattr(sanitize.store, "where", lambda spec: None)
     monkeypatch.setattr(sanitize.store, "cache_dir", lambda: tmp_path / "cache")
@@ -138,7 +138,7 @@ def run(monkeypatch, tmp_path, bad=frozenset(), dies=None, more=()):
     app = typer.Typer()
     app.command()(sanitize.main)
     out = tmp_path / "out.json"
-    done = CliRunner().invoke(app, ["--head-dim", "64", "--json", str(out), *more])
+    done = CliRunner().invoke(app, ["--head-dim", "64", "--json", str(out)])
     return done, filed.read(out)["tools"]
 
 
@@ -164,23 +164,6 @@ def test_an_error_is_filed_and_fails(monkeypatch, tmp_path):
     assert report["false_positive"] is None
     assert "AN ERROR" in done.output
     assert tools["racecheck"]["reports"] == []
-
-
-def test_logs_are_read_again_by_the_cases_that_are_there_now(monkeypatch, tmp_path):
-    logs, (few, *_) = tmp_path / "logs", (name for name in NAMES if "few keys" in name)
-    done, before = run(monkeypatch, tmp_path, {*PLANTED, ("memcheck", few)}, more=["--logs", str(logs)])
-    assert done.exit_code == 1
-    app = typer.Typer()
-    app.command()(sanitize.main)
-    again = ["--again", "--json", str(tmp_path / "out.json"), "--logs", str(logs)]
-    assert CliRunner().invoke(app, again).exit_code == 1
-    assert filed.read(tmp_path / "out.json")["tools"] == before
-    left = [case for case in cases.cases(64, "memcheck") if case.name != few]
-    monkeypatch.setattr(sanitize, "cases", lambda *_: left)
-    assert CliRunner().invoke(app, again).exit_code == 0
-    tools = filed.read(tmp_path / "out.json")["tools"]
-    assert (tools["memcheck"]["cases"], tools["memcheck"]["reports"]) == (len(NAMES) - 1, [])
-    assert tools["memcheck"]["seconds"] == before["memcheck"]["seconds"]
 
 
 def test_barriers_have_their_number():

@@ -13,7 +13,7 @@ from dualkv.bench import sides
 from dualkv.bench.run import SCHEMA
 from dualkv.bench.workloads import directions, parse
 from tools import filed, tables
-from tools.bench import attention
+from tools.bench import attention, tune
 from tools.bench.record import NO_MEMORY, runs_of
 
 
@@ -190,4 +190,83 @@ def test_what_was_tried_says_what_failed(tmp_path, monkeypatch):
         "| compute-sanitizer: memcheck, racecheck | 45 on H200 | 3 | Invalid read; memcheck not finished: killed"
         " | 2026-01-02, commit aaaaaaa |",
         "| steps of long runs | 1,500 on H200 | 1 | resident grew | 2026-01-02, commit aaaaaaa |",
+    ]
+
+
+def test_attention_record_cut_short(tmp_path, monkeypatch):
+    """Results that are missing, sides that the time limit left out, no record of FlexAttention."""
+
+    def result(name, direction, **sides):
+        return {"workload": {"name": name}, "direction": direction, "sides": sides}
+
+    def measured(ms):
+        return {"sustained_ms": ms, "sustained_tflops": 1400 / ms, "parts": {}}
+
+    left_out = {"error": "the time limit was up"}
+    results = [
+        result("trace-branched-0", "fwd", dualkv=measured(2.0), **{"cudnn-intervals": measured(2.5)}, flex=left_out),
+        result("trace-branched-0", "bwd", dualkv=left_out, **{"cudnn-intervals": left_out}),
+        result("n32-p8192-r2048", "fwd", dualkv=measured(2.1)),
+    ]
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    path = tmp_path / "traces.json"
+    lines = []
+    for count in range(len(results) + 1):
+        path.write_text(filed.text({"asked": 12, "results": results[:count]}))
+        lines.append(tables.filled("<!-- table trace-attention -->\n<!-- end -->").splitlines()[3:-1])
+    assert list(map(len, lines)) == [0, 1, 1, 2]
+    assert lines[2] == ["| trace-branched-0 | 700,  | 1.25x,  |  |  | failed,  |"], "no backward yet"
+    assert lines[3][1] == "| n32-p8192-r2048 | 667,  |  |  |  |  |"
+
+
+def test_tables_of_verl_and_trl_have_what_was_recorded(tmp_path, monkeypatch):
+    """The tables are empty before a record, and show what a record has that was cut."""
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+
+    def lines(name):
+        return tables.filled(f"<!-- table {name} -->\n<!-- end -->").splitlines()[1:-1]
+
+    assert lines("trace-verl") == lines("trace-trl") == ["Not recorded yet."]
+    about = {"date": "2026-11-28T09:00:00+00:00", "commit": "0123456789", "changed_files": ["a.py"]}
+    rows = [
+        {"settings": {"engine": engine, "trace": trace}, "peak_gib": [50.0], "seconds": {"median": seconds}}
+        | {"metrics": {"dualkv/dedup_ratio": 6.0}}
+        for engine, trace, seconds in (("dualkv", "trace-tau2-1", 2.0), ("dualkv", "trace-search-0", 1.0))
+    ]
+    rows.append(rows[0] | {"settings": {"engine": "verl", "trace": "trace-tau2-1"}, "seconds": {"median": 7.0}})
+    rows.append({"settings": {"engine": "verl", "trace": "trace-search-0"}, "error": "out of memory"})
+    (tmp_path / "verl-h200-traces.json").write_text(filed.text(about | {"rows": rows}))
+    assert lines("trace-verl")[-1] == "Recorded 2026-11-28 at commit 0123456 and 1 changed files."
+    assert lines("trace-verl")[2:-2] == [
+        "| trace-tau2-1 | 6.00 | 7.00, 50 | 2.00, 50 | 3.50x |",
+        "| trace-search-0 | 6.00 |  | 1.00, 50 |  |",
+    ]
+    way = {"seconds": {"median": 2.0}, "peak_gib": 20.0, "gradients_from_fp32": 0.02}
+    ways = {"padded": way, "tree": {"error": "out of memory"}}
+    record = about | {"traces": {"trace-grpo-0": {"share_ratio": 1.1, "ways": ways}}}
+    (tmp_path / "trl-h200-traces.json").write_text(filed.text(record))
+    assert lines("trace-trl")[2:-2] == ["| trace-grpo-0 | 1.10 | 2.00, 20 | failed |  |"]
+
+
+def tuned(gqa: int, of_two: float, alone: float, **of_v: int) -> dict:
+    """Make a result of the benchmark as `tune` files it."""
+    sides = {"as it stands": {"sustained_ms": of_two, "rounds": []}, "cluster=1": {"sustained_ms": alone}}
+    shape = {"name": "with heads", "heads": 32, "kv_heads": 32 // gqa, "head_dim": 128, "head_dim_v": None} | of_v
+    return tune.figures({"groups": "100:8x50", "workload": shape, "sides": sides})
+
+
+def test_tiles_stand_beside_the_entry(tmp_path, monkeypatch):
+    lost = tuned(4, 3.0, 3.0)
+    lost["sides"]["cluster=1"] = {"error": "OutOfMemoryError"}
+    forward, backward = [tuned(1, 2.0, 1.6), lost, tuned(1, 5.0, 4.0, head_dim_v=64)], [tuned(4, 3.0, 6.0)]
+    about = {"date": "2026-01-02", "commit": "a" * 40, "settings": {"seconds": 1, "rounds": 2}}
+    for name, results in (("fwd", forward), ("bwd", backward)):
+        (tmp_path / f"tune-{name}-h200.json").write_text(json.dumps(about | {"results": results}))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert tables.tuned().splitlines()[:5] == [
+        "| head dim | other tiles: speed at GQA 1/4 |",
+        "| --- | --- |",
+        "| forward 128 | cluster=1 1.250/- |",
+        "| forward 128/64 | cluster=1 1.250/- |",
+        "| backward 128 | cluster=1 -/0.500 |",
     ]

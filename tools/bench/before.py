@@ -189,8 +189,7 @@ def main(
                 difference = run.run_checked(now, tuple(x.clone() for x in before.results()))
                 found = speed(ratios((before.call, now.call), pairs, turn))
                 results.append({"workload": name, "direction": asked, "difference": difference, **found})
-                record.write({"settings": settings, "results": results})
-                print(f"{name} {asked}: {' '.join(f'{x:.4f}' for x in found.values())}", flush=True)
+                record.write({"settings": settings, "results": results}, results[-1])
                 del made, before, now
                 torch.cuda.empty_cache()
     finally:

@@ -24,7 +24,6 @@ from dualkv.bench.show import markdown_table
 from tools.bench.record import JsonPath, Record
 from tools.process import ROOT
 
-SCHEMA = 1
 WAYS = ("pytorch", "artefacts", "cache", "compiling")
 SHAPE = {"heads": 32, "kv_heads": 8, "head_dim": 128, "prompt": 1024, "responses": 4, "response": 256}
 
@@ -128,8 +127,7 @@ def main(
             for way in WAYS:
                 if turn < (compiling if way == "compiling" else repeat):
                     runs.setdefault(way, []).append(once(way, kernels, kernels))
-                    print(f"{way}: {json.dumps(runs[way][-1])}", flush=True)
-                    record.write({"schema": SCHEMA, "shape": SHAPE, "runs": runs})
+                    record.write({"shape": SHAPE, "runs": runs}, {way: runs[way][-1]})
 
 
 if __name__ == "__main__":

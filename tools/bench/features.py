@@ -139,8 +139,7 @@ def main(
     os.environ.update(dict.fromkeys(PEER_CACHES, "1"))
     record = Record(json_to)
     for figures in measure(pairs):
-        record.write(figures)
-        print(list(figures["costs"] or figures["errors"])[-1], flush=True)
+        record.write(figures, (figures["costs"] or figures["errors"])[-1])
     print(costs(figures))
 
 

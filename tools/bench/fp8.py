@@ -128,10 +128,7 @@ def main(json_to: OptionalJsonPath = None) -> None:
         for recipe in (None, *RECIPES):
             found = measure(sizes, getattr(torch, dtype), recipe)
             figures["distances"].append({"dtype": dtype, "recipe": recipe or "none", **found})
-            record.write(figures)
-            for of, distances in found.items():
-                shown = ", ".join(f"{name} {value:.2e}" for name, value in distances.items())
-                print(f"{dtype:9} {recipe or 'none':19} {of:10} {shown}", flush=True)
+            record.write(figures, figures["distances"][-1])
 
 
 if __name__ == "__main__":

@@ -12,8 +12,20 @@ from dataclasses import fields
 from typing import Annotated, Any, get_origin, get_type_hints
 
 import torch
+import typer
 
 from dualkv.models import CONFIGS
+
+Model = Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}; random weights.")]
+Layers = Annotated[int, typer.Option(help="Of the model.")]
+AllLayers = Annotated[int | None, typer.Option(help="Of the model; all of them by default.")]
+Responses = Annotated[int, typer.Option("--responses", "-n", help="Responses of each prompt.")]
+PromptLen = Annotated[int, typer.Option("--prompt-len", "-p", help="Tokens of each prompt.")]
+ResponseLen = Annotated[int, typer.Option("--response-len", "-r", help="Tokens of each response, the longest.")]
+MicroBatch = Annotated[int, typer.Option(help="Replicated sequences at once; packed, the group is.")]
+Repeats = Annotated[int, typer.Option(help="Packed; replicated it is one, after one micro-batch.")]
+ChunkSize = Annotated[int, typer.Option(help="Rows of the head at a time.")]
+Dtype = Annotated[str, typer.Option(help="bfloat16 or float32.")]
 
 
 def takes(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -27,7 +39,7 @@ def takes(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None
 
     def decorate(run: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(run)
-        def command(json_to: Any, **given: Any) -> None:
+        def command(json_to: Any = None, **given: Any) -> None:
             mine = {name: given.pop(name, default) for name, default in options.items()}
             run(json_to, kind(**mine), **given)
 

@@ -23,7 +23,6 @@ from dualkv import Layout
 from dualkv.bench.show import markdown_table
 from tools.bench.record import JsonPath, Record
 
-SCHEMA = 1
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 LAYOUTS = {"1 group of 4": ([100], [[30] * 4]), "64 groups of 32": ([4] * 64, [[1] * 32] * 64)}
 CALLS = 100  # of one kind in a row; 100 backwards are 400 launches: the queue has room for a thousand
@@ -111,7 +110,7 @@ def main(json_to: JsonPath) -> None:
         sys.exit("host times are measured on a GPU, and PyTorch finds none here")
     record, load = Record(json_to), {"cpus": os.cpu_count(), "load_average": os.getloadavg()[0]}
     shape = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "calls": CALLS, "seconds": SECONDS}
-    print(markdown(record.write({"schema": SCHEMA, **load, "shape": shape, "calls": measure()})))
+    print(markdown(record.write({**load, "shape": shape, "calls": measure()})))
 
 
 if __name__ == "__main__":

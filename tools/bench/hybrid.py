@@ -298,9 +298,7 @@ def main(
     many, few = (Groups(*map(int, some.split(","))) for some in (short, near))
     for figures in measure(sizes, many, few, only.split(";") if only else list(PARTS), device):
         settings = {"sizes": asdict(sizes), "short": asdict(many), "near": asdict(few)}
-        record.write({**settings, **figures})
-        name, found = list(figures.items())[-1]
-        print(name, found, flush=True)
+        record.write({**settings, **figures}, list(figures.items())[-1])
 
 
 if __name__ == "__main__":

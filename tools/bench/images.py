@@ -40,16 +40,16 @@ TINY = {"depth": 3, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, 
 class Sizes:
     """The model and the group."""
 
-    layers: Annotated[int, typer.Option(help="Of the decoder.")] = 8
-    responses: Annotated[int, typer.Option("--responses", "-n", help="Of the one prompt.")] = 16
+    layers: harness.Layers = 8
+    responses: harness.Responses = 16
     response_len: Annotated[
         int, typer.Option("--response-len", "-r", help="Tokens of text of each response, or of each turn.")
     ] = 1024
     images: Annotated[int, typer.Option(help="Of the prompt.")] = 4
     side: Annotated[int, typer.Option(help="Tokens a side of an image: 32 are 1,024 tokens.")] = 32
     text: Annotated[int, typer.Option(help="Tokens of text in the prompt.")] = 500
-    micro_batch: Annotated[int, typer.Option(help="Replicated sequences at once; packed, the group is.")] = 4
-    repeats: Annotated[int, typer.Option(help="Packed; replicated it is one, after one micro-batch.")] = 3
+    micro_batch: harness.MicroBatch = 4
+    repeats: harness.Repeats = 3
     turns: Annotated[int, typer.Option(help="Of a response, an image and text each; 0: it is text.")] = 0
     walk: Annotated[int, typer.Option(help="Rows of a part; 0: no walk.")] = 0
     tiny: Annotated[bool, typer.Option(help="A narrow model, to try the program.")] = False
@@ -239,9 +239,7 @@ def main(json_to: JsonPath, sizes: Sizes) -> None:
     device = harness.best_device()
     record = Record(json_to, device.type == "cuda")
     figures = measure(sizes, device)
-    record.write({"sizes": asdict(sizes), **figures})
-    for name, value in figures.items():
-        print(name, value, flush=True)
+    record.write({"sizes": asdict(sizes), **figures}, figures)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import typer
 from dualkv.integrations.transformers import enable, indexers, selfcheck
 from dualkv.layout import Layout
 from dualkv.ops import compiling, flex
-from tools.bench.harness import best_device, repeated
+from tools.bench import harness
 from tools.bench.record import OptionalJsonPath, Record
 
 
@@ -95,7 +95,7 @@ def measure(
         model.zero_grad(set_to_none=True)
         figures["rows"][way] = sum(len(rows) for _, rows in calls[way])
         for name, run in (("selection", select), ("forward", forwards), ("step", step)):
-            figures[name][way], _ = repeated(partial(run, way), repeats, model.zero_grad)
+            figures[name][way], _ = harness.repeated(partial(run, way), repeats, model.zero_grad)
         noted.clear()
     apart = torch.cat(hidden["apart"])
     off = (hidden["packed"][0][torch.cat(paths)] - apart).float().norm(dim=-1) / apart.float().norm(dim=-1)
@@ -108,31 +108,23 @@ def measure(
 
 def main(
     json_to: OptionalJsonPath = None,
-    prompt_len: Annotated[int, typer.Option("-p", help="Tokens of the prompt.")] = 8192,
-    response_len: Annotated[int, typer.Option("-r", help="Tokens of each response.")] = 1024,
-    responses: Annotated[int, typer.Option("-n", help="Responses.")] = 16,
+    prompt_len: harness.PromptLen = 8192,
+    response_len: harness.ResponseLen = 1024,
+    responses: harness.Responses = 16,
     heads: Annotated[int, typer.Option(help="Query heads; the model has 128.")] = 128,
     keys: Annotated[int, typer.Option(help="Keys that the indexer selects.")] = 2048,
     together: Annotated[int, typer.Option(help="Sequences apart in one call.")] = 4,
     repeats: Annotated[int, typer.Option(help="Timed runs.")] = 3,
 ) -> None:
     """Compare a layer with an indexer on a packed group and on the same sequences apart."""
-    device = best_device()
+    device = harness.best_device()
     record = Record(json_to, gpu=device.type == "cuda")
     torch.manual_seed(0)
     model = make_layer(published(heads, keys), device, torch.bfloat16)
     sizes = {"prompt_len": prompt_len, "response_len": response_len, "responses": responses, "heads": heads}
     figures: dict[str, Any] = sizes | {"keys": keys, "together": together}
     figures |= measure(model, prompt_len, response_len, responses, together, repeats)
-    record.write(figures)
-    for name in ("selection", "forward", "step"):
-        one = figures[name]
-        memory = [f"{one[way].get('peak_gib', 0):.1f} GiB" for way in ("packed", "apart")]
-        print(
-            f"{name}: packed {one['packed']['median']:.3f} s, {memory[0]}; apart {one['apart']['median']:.3f} s,"
-            f" {memory[1]}; {one['times_as_fast']:.2f} times as fast"
-        )
-    print(f"distance {figures['distance']}, FlexAttention: {figures['flex']}")
+    record.write(figures, figures)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
@@ -34,7 +35,6 @@ from dualkv.bench.run import in_words
 from dualkv.bench.workloads import EIGHT, SLOW, parse
 from dualkv.integrations.transformers import enable, head, recompute_layers
 from dualkv.integrations.transformers.invariant import differing_rows
-from dualkv.models import CONFIGS
 from tools.bench import harness, stock_attention
 from tools.bench.record import OptionalJsonPath, Record
 
@@ -185,7 +185,7 @@ def rows(
     json: OptionalJsonPath = None,
 ) -> None:
     """Count rows that differ in bits over random layouts."""
-    record, begin = Record(json, gpu=device != "cpu"), time.time()
+    record = Record(json, gpu=device != "cpu")
     asked = {} if as_it_stands else {"batch_invariant": True}
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         shares = [len(range(i, layouts, processes)) for i in range(processes)]
@@ -195,8 +195,7 @@ def rows(
     first = [case for one in done for case in one["first"]][:5]
     found = {"seed": seed, "processes": processes, "batch_invariant": not as_it_stands}
     found |= {name: counts[name] for name in COUNTED} | {"first": first}
-    record.write(found)
-    print(found, f"{time.time() - begin:.0f} s")
+    record.write(found, found)
     raise SystemExit(counts["differ"] > 0 and not as_it_stands)
 
 
@@ -213,8 +212,7 @@ def cost(
         best = measured(Inputs(one), seconds, turns)
         ratio = best[True] / best[False]
         results.append({"workload": one.name, "ms": best[False], "ms_batch_invariant": best[True], "ratio": ratio})
-        record.write({"seconds_a_turn": seconds, "turns": turns, "results": results})
-        print(f"{one.name}: {best[False]:.3f} ms, batch-invariant {best[True]:.3f} ms: {ratio:.3f} of it", flush=True)
+        record.write({"seconds_a_turn": seconds, "turns": turns, "results": results}, results[-1])
 
 
 @torch.no_grad()
@@ -227,14 +225,15 @@ def measured(inputs: Inputs, seconds: float, turns: int) -> dict[bool, float]:
     return best
 
 
-class Update(NamedTuple):
+@dataclass(frozen=True)
+class Update:
     """A model and a group of responses, the longest of `response_len` tokens and the shortest of a quarter of it."""
 
-    model: str
-    layers: int
-    responses: int
-    prompt_len: int
-    response_len: int
+    model: harness.Model = "qwen3-8b"
+    layers: harness.Layers = 8
+    responses: harness.Responses = 32
+    prompt_len: harness.PromptLen = 8192
+    response_len: harness.ResponseLen = 2048
     chunk_size: int = 1024
 
 
@@ -242,13 +241,10 @@ MICRO_BATCHES = (1, 3, 5)  # responses at a time, whose log-probs are compared w
 
 
 @app.command()
+@harness.takes(Update)
 def update(
-    json: OptionalJsonPath = None,
-    model: Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}; random weights.")] = "qwen3-8b",
-    layers: Annotated[int, typer.Option(help="Of the model.")] = 8,
-    responses: Annotated[int, typer.Option("--responses", "-n", help="Of the one prompt.")] = 32,
-    prompt_len: Annotated[int, typer.Option("--prompt-len", "-p", help="Tokens.")] = 8192,
-    response_len: Annotated[int, typer.Option("--response-len", "-r", help="Tokens of the longest response.")] = 2048,
+    json_to: OptionalJsonPath = None,
+    sizes: Update = Update(),
     seconds: Annotated[float, typer.Option(help="of a turn")] = 2.0,
     turns: Annotated[int, typer.Option(help="of each side")] = 3,
     device: str = "cuda",
@@ -258,11 +254,9 @@ def update(
     Every layer is recomputed in the backward. `update` is forward, head and backward; `layers` is the forward of the
     layers alone, `attention` what of that is attention, `head` log-probs and their gradients of hidden states.
     """
-    record = Record(json, gpu=device != "cpu")
-    sizes = Update(model, layers, responses, prompt_len, response_len)
+    record = Record(json_to, gpu=device != "cpu")
     found = updated(sizes, torch.device(device), seconds, turns)
-    record.write({"sizes": sizes._asdict(), "seconds_a_turn": seconds, "turns": turns, **found})
-    print(found)
+    record.write({"sizes": asdict(sizes), "seconds_a_turn": seconds, "turns": turns, **found}, found)
     differ = found["differ"]["batch_invariant"]
     raise SystemExit(differ["hidden_states"] + differ["logp"] > 0)
 
@@ -355,8 +349,7 @@ def sampler(
     for prompt, scale in itertools.product((prompt_len, prompt_len + 8), (1.0, 4.0)):
         found = of_samplers(prompt, response_len, scale, torch.device(device), only.split(","))
         results.append({"prompt_len": prompt, "scores_times": scale, **found})
-        record.write({"response_len": response_len, "results": results})
-        print(results[-1], flush=True)
+        record.write({"response_len": response_len, "results": results}, results[-1])
 
 
 @torch.no_grad()

@@ -9,8 +9,9 @@ Only rows that predict response tokens reach the head.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -18,7 +19,6 @@ import typer
 
 from dualkv.integrations.transformers import enable, recompute_layers
 from dualkv.integrations.transformers.batches import ModelBatch
-from dualkv.models import CONFIGS
 from tools.bench import harness, stock_attention
 from tools.bench.record import JsonPath, Record
 from tools.bench.step import Sizes, flops, loss_weights, make_model, step
@@ -37,23 +37,29 @@ def measure(
     models["replicated"].config._attn_implementation = {"": stock_attention.register(stock, sizes.length)}
     for model in models.values():
         recompute_layers(model, "nothing")
+
+    def run(model: Any, batches: list[ModelBatch], weights: torch.Tensor) -> torch.Tensor:
+        logp = step(model, batches, weights, sizes.chunk_size)
+        model.zero_grad(set_to_none=True)
+        return logp
+
     points = [point(sizes, share) for share in shares]
     found: list[dict[str, Any]] = [{} for _ in points]
     for _ in range(rounds):
         for group, figures in zip(points, found, strict=True):
             weights, batches = loss_weights(group.responses * group.response_len, device), group.batches(device)
-            runs = {way: runner(models[way], batches[way], weights, sizes.chunk_size) for way in models}
+            runs = {way: partial(run, models[way], batches[way], weights) for way in models}
             if not figures:
-                logp = {way: run() for way, run in runs.items()}  # and all that is made at a first call
-                work = [flops(models["packed"], group, packed) for packed in (False, True)]
+                logp = {way: call() for way, call in runs.items()}  # and all that is made at a first call
+                work = [flops(group, packed) for packed in (False, True)]
                 rows = {way: sum(batch.tokens for batch in batches[way]) for way in models}
                 figures |= {"prompt_len": group.prompt_len, "response_len": group.response_len, "rows": rows}
                 figures |= {"flop_ratio": work[0] / work[1], "logp_rms": harness.rms(*logp.values())}
                 figures |= {"seconds": {way: [] for way in models}}
             else:
                 runs["packed"]()  # memory of another size before it
-            for way, run in runs.items():
-                figures["seconds"][way].append(statistics.median(harness.turn(run, seconds)))
+            for way, call in runs.items():
+                figures["seconds"][way].append(statistics.median(harness.turn(call, seconds)))
             replicated, packed = (statistics.median(figures["seconds"][way]) for way in models)
             figures["speed_up"] = replicated / packed
             yield {"points": [each for each in found if each]}
@@ -73,29 +79,18 @@ def point(sizes: Sizes, share: float) -> Sizes:
     return replace(sizes, prompt_len=prompt, response_len=sizes.length - prompt)
 
 
-def runner(model: Any, batches: list[ModelBatch], weights: torch.Tensor, chunk_size: int) -> Callable[[], torch.Tensor]:
-    """Make a call that runs forward and backward of all micro-batches and returns the log-probs [M]."""
-
-    def run() -> torch.Tensor:
-        logp = step(model, batches, weights, chunk_size)
-        model.zero_grad(set_to_none=True)
-        return logp
-
-    return run
-
-
 def main(
     json_to: JsonPath,
-    model: Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}; random weights.")] = "qwen3-8b",
-    layers: Annotated[int, typer.Option(help="Of the model.")] = 8,
-    responses: Annotated[int, typer.Option("--responses", "-n", help="Of the one prompt.")] = 16,
+    model: harness.Model = "qwen3-8b",
+    layers: harness.Layers = 8,
+    responses: harness.Responses = 16,
     length: Annotated[int, typer.Option(help="Tokens of the prompt and a response together.")] = 8192,
     shares: Annotated[str, typer.Option(help="Of the prompt in these tokens.")] = ",".join(map(str, SHARES)),
-    micro_batch: Annotated[int, typer.Option(help="Replicated sequences at once; packed, the group is.")] = 8,
+    micro_batch: harness.MicroBatch = 8,
     rounds: Annotated[int, typer.Option(help="Turns of each way for each share.")] = 2,
     seconds: Annotated[float, typer.Option(help="Of a turn, at least.")] = 2.0,
-    chunk_size: Annotated[int, typer.Option(help="Rows of the head at a time.")] = 4096,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    chunk_size: harness.ChunkSize = 4096,
+    dtype: harness.Dtype = "bfloat16",
     stock: Annotated[
         str, typer.Option(help=f"Attention of replicated rows, of {', '.join(stock_attention.CALLS)}.")
     ] = "fa4",
@@ -110,8 +105,7 @@ def main(
     record = Record(json_to, device.type == "cuda")
     asked = [float(share) for share in shares.split(",")]
     for figures in measure(sizes, asked, rounds, seconds, stock, device):
-        record.write({"settings": settings, **figures})
-        print(*(f"{p['prompt_len']}+{p['response_len']}: {p['speed_up']:.2f}x" for p in figures["points"]), flush=True)
+        record.write({"settings": settings, **figures}, {p["prompt_len"]: p["speed_up"] for p in figures["points"]})
 
 
 if __name__ == "__main__":

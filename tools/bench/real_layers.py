@@ -249,8 +249,7 @@ def main(
             lens = (response_len,) * responses
             of_layer = Workload("real", (prompt_len,), (lens,), dtype="fp16" if name == "fp16" else "bf16", **shape)
             found.append(judge(rows, of_layer, scale))
-            print(name, number, found[-1], flush=True)
-            record.write(figures)
+            record.write(figures, [name, number, found[-1]])
 
 
 if __name__ == "__main__":

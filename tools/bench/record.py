@@ -38,15 +38,19 @@ class Record:
         self.path = path
         self.about = environment(Meter() if gpu else None) if path else {}
 
-    def write(self, figures: Mapping[str, Any]) -> dict[str, Any]:
-        """Writes all figures; called after each result, so that a run that is cut keeps them. Returns the record."""
+    def write(self, figures: Mapping[str, Any], new: Any = None) -> dict[str, Any]:
+        """Write all figures, and print those that are `new`; return the record.
+
+        It is called after each result, so that a run that is cut keeps them."""
         whole = {**self.about, **figures}
+        if new is not None:
+            print(json.dumps(new, default=str), flush=True)
         if self.path:
             _replace(self.path, whole)
         return whole
 
     def append(self, figures: Mapping[str, Any]) -> None:
-        """Adds the run to the list of runs that the file holds; runs of one commit on one machine become one.
+        """Add the run to the list of runs that the file holds; runs of one commit on one machine become one.
 
         Raises:
             ValueError: the file holds something else.
@@ -59,7 +63,7 @@ class Record:
 
 
 def together(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Runs that differ only in their seed, their date and what they found, as one: sums, the worst, the last date."""
+    """Join runs that differ only in their seed, date and findings: sums, the worst, the last date."""
     found: dict[str, dict[str, Any]] = {}
     for run in runs:
         whole = found.setdefault(json.dumps({name: value for name, value in run.items() if name not in FOUND}), {})
@@ -80,13 +84,13 @@ def commit_of(record: Mapping[str, Any]) -> str:
 
 
 def recorded(*records: Mapping[str, Any]) -> str:
-    """A line behind a table: when and of what its records are."""
+    """Write the line behind a table that says when and of which commits its records are."""
     dates = dict.fromkeys(f"{record['date'][:10]} at {commit_of(record)}" for record in records)
     return f"\n\nRecorded {'; '.join(dates)}."
 
 
 def runs_of(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The runs of a list of runs, or the record of one run."""
+    """Return the runs of a list of runs, or the record of one run."""
     return list(record[RUNS]) if record.keys() == {RUNS} else [record]
 
 

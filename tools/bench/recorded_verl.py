@@ -9,6 +9,7 @@ runs of one engine. One process, on the GPU where there is one.
 from __future__ import annotations
 
 import gc
+import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -24,15 +25,13 @@ from rich.progress import track
 from tensordict import TensorDict
 from transformers import AutoConfig, AutoModelForCausalLM
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_torch_device
+from verl.utils.device import get_device_name, get_torch_device
 
 from dualkv.data.rollouts import load_tokenizer, read_rollouts
 from dualkv.grpo import group_advantages
 from dualkv.models import load_model
 from tools.bench import harness
 from tools.bench.record import JsonPath, Record
-from tools.bench.symbols import Task
-from tools.bench.train_verl import one_process, settings_for
 from tools.bench.verl import (
     Engine,
     Settings,
@@ -46,6 +45,7 @@ from tools.bench.verl import (
 )
 
 LOGGED = "loss", "grad_norm", "kl_loss"
+LENGTHS = "prompts", "responses"
 Weights = dict[str, torch.Tensor]
 LogProbs = list[list[torch.Tensor]]  # of each update's responses
 Trained = tuple[dict[str, Any], LogProbs, LogProbs, Weights]
@@ -71,17 +71,34 @@ def read_updates(path: Path, groups: int, updates: int) -> tuple[list[TensorDict
     return batches, rewards
 
 
+def one_process() -> bool:
+    """Make the process group of one rank; return whether there is a GPU."""
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    cuda = get_device_name() == "cuda"
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return cuda
+
+
 def runs_for(
     model: str, batches: list[TensorDict], groups: int, max_tokens: int, learning_rate: float, dtype: str
 ) -> dict[str, Settings]:
-    task = Task(
+    """Make the settings of each run."""
+    longest = {name: max(int(batch[name].offsets().diff().max()) for batch in batches) for name in LENGTHS}
+    s = Settings(
+        engine=Engine.VERL,
+        model=model,
         groups=groups,
         responses=len(batches[0]) // groups,
-        prompt_len=max(int(batch["prompts"].offsets().diff().max()) for batch in batches),
-        response_len=max(int(batch["responses"].offsets().diff().max()) for batch in batches),
+        prompt_len=longest["prompts"],
+        response_len=longest["responses"],
+        max_tokens=max_tokens,
+        attention="ragged",
+        head="torch",  # the unfused one goes through the rows one by one
+        checkpointing=False,
+        dtype=dtype,
+        updates=len(batches),
+        learning_rate=learning_rate,
     )
-    s = settings_for(task, len(batches), learning_rate, dtype)
-    s = replace(s, model=model, attention="ragged", micro_batch=None, max_tokens=max_tokens)
     return {
         "verl": s,
         "dualkv": replace(s, engine=Engine.DUALKV),
@@ -161,7 +178,6 @@ def compare(
         for kind, rewarded in (("rewarded", True), ("others", False)):
             figures[kind] = [per_answer(x, rewards, rewarded) for x in (before, after)]
         found[name] = figures
-        print(f"{name}: {figures}", flush=True)
         yield found
 
 
@@ -183,7 +199,7 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         load_model(model, torch.float32, torch.device("cpu"), 0).save_pretrained(folder)
         for found in compare(runs, batches, rewards, Path(folder), kl):
-            record.write({"settings": asdict(runs["verl"]) | {"kl": kl}, "runs_of": found})
+            record.write({"settings": asdict(runs["verl"]) | {"kl": kl}, "runs_of": found}, list(found.items())[-1])
     dist.destroy_process_group()
 
 

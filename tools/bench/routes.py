@@ -84,8 +84,7 @@ def main(json_to: OptionalJsonPath = None) -> None:
     found: dict[str, Any] = {}
     for name, dtype in {"bf16": torch.bfloat16, "fp32": torch.float32}.items():
         found[name] = measure(sizes, dtype)
-        print(name, ", ".join(f"{part} {value:.4f}" for part, value in found[name].items()), flush=True)
-        record.write({"sizes": asdict(sizes), "agree": found})
+        record.write({"sizes": asdict(sizes), "agree": found}, {name: found[name]})
 
 
 if __name__ == "__main__":

@@ -15,14 +15,12 @@ import gc
 import itertools
 import os
 import random
-import signal
 import statistics
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from threading import Event
 from typing import Annotated, Any
 
 import torch
@@ -33,7 +31,6 @@ from dualkv import Layout
 from dualkv.bench.timing import Meter
 from tools.bench.record import OptionalJsonPath, Record
 
-SCHEMA = 1
 SHAPES = ((128, 8, 2), (64, 4, 4), (256, 4, 1))  # head dim, heads, KV heads
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 LONGEST = {"cuda": (3000, 500), "cpu": (60, 20)}  # prompt, response
@@ -198,11 +195,8 @@ def grown(curve: list[dict[str, float]]) -> list[str]:
     return said
 
 
-def run(
-    seconds: float, seed: int, device: str, every: float, record: Any = lambda made: None, stop: Event | None = None
-) -> dict[str, Any]:
-    """Steps for so long, or until `stop` is set; `record` is given what there is each time memory has been looked at,
-    every so many seconds.
+def run(seconds: float, seed: int, device: str, every: float, record: Any = lambda made: None) -> dict[str, Any]:
+    """Steps for so long; `record` is given what there is each time memory has been looked at, every so many seconds.
 
     Returns:
         steps by kind, the curve of samples, and `problems`: a sentence for each thing that is wrong.
@@ -215,7 +209,7 @@ def run(
         for kind in steps(seed, device):
             done[kind] += 1
             now = time.monotonic()
-            last = now - begin >= seconds or (stop is not None and stop.is_set())
+            last = now - begin >= seconds
             if now - looked >= every or last:
                 looked = now
                 made["steps"] = dict(sorted(done.items()))
@@ -241,14 +235,10 @@ def main(
 
     def record(made: dict[str, Any]) -> None:
         # Of each minute or so one sample is filed, and the last; all of them are judged.
-        file.write({"schema": SCHEMA, **made, "curve": [*made["curve"][:-1:FILED], *made["curve"][-1:]]})
-        last = made["curve"][-1] if made["curve"] else {}
-        print(" ".join(f"{name} {value:g}" for name, value in last.items()), flush=True)
+        curve = [*made["curve"][:-1:FILED], *made["curve"][-1:]]
+        file.write({**made, "curve": curve}, curve[-1:])
 
-    stop = Event()
-    before = signal.signal(signal.SIGTERM, lambda *_: stop.set())  # ends it early, and judges what was
-    made = run(seconds, seed, device, every, record, stop)
-    signal.signal(signal.SIGTERM, before)
+    made = run(seconds, seed, device, every, record)
     for problem in made["problems"]:
         print(problem, file=sys.stderr)
     raise typer.Exit(1 if made["problems"] else 0)

@@ -25,7 +25,6 @@ ahead of the step, while the others make theirs in each step.
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import statistics
 import tempfile
@@ -67,20 +66,19 @@ Step = Callable[[], tuple[torch.Tensor, torch.Tensor, int]]
 class Settings:
     """The settings of a measurement; `trace` takes the place of the groups."""
 
-    model: Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}; random weights.")] = "qwen3-0.6b"
+    model: harness.Model = "qwen3-0.6b"
     groups: Annotated[int, typer.Option(help="Prompts of the micro-batch.")] = 1
-    responses: Annotated[int, typer.Option("--responses", "-n", help="Responses of each prompt.")] = 16
-    prompt_len: Annotated[int, typer.Option("--prompt-len", "-p", help="Tokens of each prompt.")] = 4096
-    response_len: Annotated[int, typer.Option("--response-len", "-r", help="Most tokens of a response.")] = 512
+    responses: harness.Responses = 16
+    prompt_len: harness.PromptLen = 4096
+    response_len: harness.ResponseLen = 512
     shortest: Annotated[int | None, typer.Option(help="Fewest tokens of a response; half by default.")] = None
     micro_batch: Annotated[int | None, typer.Option(help="Responses at once of the way split.")] = None
     ways: Annotated[list[str] | None, typer.Option("--way", help=f"Of {', '.join(WAYS)}; repeat it for more.")] = None
     attention: Annotated[str, typer.Option(help="transformers' attention of TRL's padded rows.")] = "sdpa"
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16"
-    checkpointing: Annotated[bool, typer.Option(help="Compute layers again in the backward, TRL's default.")] = True
     keep: Annotated[str | None, typer.Option(help="Of the way fast: of `recompute_layers`.")] = None
     steps: Annotated[int, typer.Option(help="To measure, after one that is not.")] = 2
-    layers: Annotated[int | None, typer.Option(help="Of the model; all of them by default.")] = None
+    layers: harness.AllLayers = None
     trace: str | None = None
     distance: bool = False
 
@@ -277,9 +275,8 @@ def make_step(
     else:
         cls = trl.GRPOTrainer if way == "padded" else partial(GRPOTrainer, fast=way == "fast")
         step = of_trainer(cls, model, s, rollouts, s.micro_batch if way == "split" else None)
-    if s.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    if s.checkpointing and s.keep is not None and way == "fast":
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    if s.keep is not None and way == "fast":
         recompute_layers(model, keep=s.keep)
     return model, step, seconds
 
@@ -301,7 +298,6 @@ def measure(s: Settings, device: torch.device) -> Iterator[dict[str, Any]]:
             found[way]["mean_log_prob_difference_to_first"] = (logp - reference).abs().mean().item()
         except Exception as error:  # out of memory, say: the others are still worth recording
             found[way] = {"error": in_words(error)}
-        print(way, json.dumps(found[way]), flush=True)
         yield found
 
 
@@ -365,7 +361,7 @@ def main(
     about = {"trl": trl.__version__, "settings": asdict(settings)}
     if not names:
         for figures in measure(settings, device):
-            record.write({**about, "ways": figures})
+            record.write({**about, "ways": figures}, list(figures.items())[-1])
         return
     found: dict[str, Any] = {}
     for name in names:
@@ -374,11 +370,10 @@ def main(
         try:
             for figures in measure(replace(settings, trace=name, distance=name in (distance or [])), device):
                 found[name]["ways"] = figures
-                record.write({**about, "traces": found})
+                record.write({**about, "traces": found}, {name: list(figures.items())[-1]})
         except Exception as error:  # out of memory, say: the others are still worth recording
             found[name]["error"] = in_words(error)
-            print(name, found[name]["error"], flush=True)
-            record.write({**about, "traces": found})
+            record.write({**about, "traces": found}, {name: found[name]["error"]})
         gc.collect()
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import os
 import queue
 import statistics
@@ -48,7 +47,6 @@ from dualkv.demo.measure import PeakMemory
 from dualkv.demo.settings import DTYPES
 from dualkv.integrations.transformers import disable
 from dualkv.integrations.trl.async_grpo import AsyncGRPOTrainer
-from dualkv.models import CONFIGS
 from tools.bench import harness
 from tools.bench.record import JsonPath, Record
 from tools.bench.trl import FlashAttention4, check_names, stand_ins
@@ -60,11 +58,10 @@ WAYS: dict[str, Any] = {"trl": theirs.AsyncGRPOTrainer, "dualkv": AsyncGRPOTrain
 class Settings:
     """The settings of a measurement."""
 
-    model: Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}; random weights.")] = "qwen3-8b"
-    layers: Annotated[int | None, typer.Option(help="Of the model; all of them by default.")] = None
+    model: harness.Model = "qwen3-8b"
+    layers: harness.AllLayers = None
     dtype: Annotated[str, typer.Option(help=f"Of the weights, one of {', '.join(DTYPES)}.")] = "bfloat16"
     autocast: Annotated[bool, typer.Option(help="To bfloat16, TRL's default.")] = True
-    checkpointing: Annotated[bool, typer.Option(help="Compute layers again in the backward, TRL's default.")] = True
     turns: Annotated[int, typer.Option(help="To measure, of each trainer, after one that is not.")] = 4
     seconds: Annotated[float, typer.Option(help="At least, of each turn.")] = 2.0
 
@@ -130,7 +127,7 @@ class Step:
                 bf16=s.autocast and not exact,
                 dtype="float32" if exact else s.dtype,
                 use_cpu=not torch.cuda.is_available(),
-                gradient_checkpointing=s.checkpointing,
+                gradient_checkpointing=True,
                 gradient_checkpointing_kwargs={"use_reentrant": False},
                 router_aux_loss_coef=0.0,
                 max_steps=1,
@@ -143,8 +140,8 @@ class Step:
         )
         self.trainer.current_gradient_accumulation_steps = 1
         model = self.trainer.model
-        if s.checkpointing:  # TRL turns it on in `train`, which nothing here calls
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+        # TRL turns it on in `train`, which nothing here calls.
+        model.gradient_checkpointing_enable({"use_reentrant": False})
         self.model = self.trainer.accelerator.prepare(model)
 
     def __call__(self, inputs: dict[str, torch.Tensor]) -> float:
@@ -251,8 +248,7 @@ def main(
                 figures = {"error": in_words(error)}
             shared = Found.of_trace(cast(traces.Trace, traces.parse(name))).shared
             found[kind][name] = {"share_ratio": Gain.of(shared).ratio, **figures}
-            print(name, json.dumps(figures), flush=True)
-            record.write(found)
+            record.write(found, {name: figures})
             gc.collect()
 
 

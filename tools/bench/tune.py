@@ -11,7 +11,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Annotated, Any
@@ -24,7 +24,6 @@ from codegen.spec import KernelSpec, backward_specs, forward_spec
 from codegen.tiles import FEW_KEYS_FORWARD_TILES, FEW_KEYS_TILES, HeadDims
 from dualkv.bench import run, sides
 from dualkv.bench.inputs import Inputs, Side
-from dualkv.bench.show import markdown_table
 from dualkv.bench.workloads import MAIN, Workload, parse
 from dualkv.ops import hopper
 from tools.bench.before import switched
@@ -113,7 +112,7 @@ def _fault(spec: KernelSpec) -> str | None:
     return f"{made['spill_stores']} bytes spilled" if made["spill_stores"] else None
 
 
-def compiled(tried: Sequence[Candidate], ratios: Sequence[int], say: Callable[[str], None] = print) -> list[Candidate]:
+def compiled(tried: Sequence[Candidate], ratios: Sequence[int]) -> list[Candidate]:
     """Compile the candidates; returns those with kernels worth timing, and the table's, and says why the others are
     left out."""
     specs = {one.name: one.specs(ratios) for one in tried}
@@ -124,24 +123,20 @@ def compiled(tried: Sequence[Candidate], ratios: Sequence[int], say: Callable[[s
     for one in tried:
         why = next((faults[spec] for spec in specs[one.name] if faults[spec]), None)
         if why:
-            say(f"D={named(one.head_dim)} {one.direction}, {one.name}: {why}")
+            print(f"D={named(one.head_dim)} {one.direction}, {one.name}: {why}")
         if not why or one.name == STANDS:
             ready.append(one)
     return ready
 
 
-def times(result: dict[str, Any]) -> dict[str, float]:
-    """Milliseconds of each candidate that ran."""
-    return {name: side["sustained_ms"] for name, side in result["sides"].items() if "sustained_ms" in side}
-
-
 def fastest(results: Sequence[dict[str, Any]]) -> tuple[str, float]:
-    """The candidate with the best mean speed over results of one head dim, and this speed over the speed of the table's
-    entry (NaN where that did not run)."""
+    """Return the candidate with the best mean speed over results of one head dim, and this speed over the speed of the
+    table's entry (NaN where that did not run)."""
     by_name: dict[str, list[float]] = {}
-    for measured in map(times, results):
-        for name, ms in measured.items() if STANDS in measured else ():
-            by_name.setdefault(name, []).append(measured[STANDS] / ms)
+    for result in results:
+        ms = {name: side["sustained_ms"] for name, side in result["sides"].items() if "sustained_ms" in side}
+        for name in ms if STANDS in ms else ():
+            by_name.setdefault(name, []).append(ms[STANDS] / ms[name])
     complete = {name: statistics.geometric_mean(s) for name, s in by_name.items() if len(s) == len(results)}
     best = max(complete, key=lambda name: complete[name], default=STANDS)
     return best, complete.get(best, math.nan)
@@ -161,7 +156,6 @@ def main(
     ] = None,
     seconds: Annotated[float, typer.Option(help="Of a turn.")] = 1.0,
     rounds: Annotated[int, typer.Option(help="Turns of a candidate.")] = 3,
-    only_compile: Annotated[bool, typer.Option("--compile", help="Compile, which needs no GPU; no more.")] = False,
     json_to: OptionalJsonPath = None,
 ) -> None:
     """Time tile configurations against the table's, and say which is fastest at each head dim."""
@@ -180,6 +174,7 @@ def main(
     FEW_KEYS_TILES.clear()  # in this process: workloads of short segments take the candidates too
     FEW_KEYS_FORWARD_TILES.clear()
     record, filed_results = Record(json_to), list[dict[str, Any]]()
+    turns = {"direction": direction, "seconds": seconds, "rounds": rounds}
     for d in dims:
         try:
             tried = candidates(direction, known[d], tile or [])
@@ -189,26 +184,22 @@ def main(
         print(f"D={d} {direction}: {len(ready)} of {len(tried)} to time", flush=True)
         results = []
         try:
-            for groups, ratio in () if only_compile else product(workloads, ratios):
+            for groups, ratio in product(workloads, ratios):
                 of_qk, of_v = pair(known[d])
                 shape = groups.with_shape(heads=32, kv_heads=32 // ratio, head_dim=of_qk, head_dim_v=of_v)
                 results.append({"groups": groups.name} | _timed(shape, direction, ready, seconds, rounds))
-                print(markdown_table(("tile", "ms", "TFLOP/s", "J", "MHz"), _rows(results[-1])) + "\n", flush=True)
+                filed_results.append(figures(results[-1]))
+                record.write({"settings": turns, "results": filed_results}, filed_results[-1])
         finally:
             entry.use()
-        if results:
-            best, gain = fastest(results)
-            print(f"D={d} {direction}: {best}, {gain:.3f} times the speed of the table's\n", flush=True)
-            filed_results += map(figures, results)
-            turns = {"direction": direction, "seconds": seconds, "rounds": rounds}
-            record.write({"settings": turns, "results": filed_results})
+        best, gain = fastest(results)
+        print(f"D={d} {direction}: {best}, {gain:.3f} times the speed of the table's", flush=True)
 
 
 def _timed(
     workload: Workload, direction: str, ready: Sequence[Candidate], seconds: float, rounds: int
 ) -> dict[str, Any]:
     """`dualkv bench` with the candidates as its sides."""
-    print(f"### {workload.name}, {direction}\n", flush=True)
     sides.SIDES.update({one.name: one.side for one in ready})
     try:
         names = [one.name for one in ready]
@@ -226,17 +217,6 @@ def figures(result: dict[str, Any]) -> dict[str, Any]:
     of_v = {"head_dim_v": w["head_dim_v"]} if w.get("head_dim_v") else {}
     shape = {"head_dim": w["head_dim"], **of_v, "gqa": w["heads"] // w["kv_heads"]}
     return {"workload": result["groups"], **shape, "sides": by_name}
-
-
-def _rows(result: dict[str, Any]) -> list[list[str]]:
-    return [
-        [name, side["error"], "", "", ""] if "sustained_ms" not in side
-        else [
-            name, f"{side['sustained_ms']:.2f}", f"{side['sustained_tflops']:.0f}", f"{side.get('joules', 0):.1f}",
-            f"{side.get('sm_clock_mhz', 0):.0f}",
-        ]
-        for name, side in result["sides"].items()
-    ]  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -62,17 +62,7 @@ class Engine(StrEnum):
     DUALKV = "dualkv"
 
 
-class Algorithm(StrEnum):
-    GRPO = "grpo"
-    DAPO = "dapo"
-
-
-Model = Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}; random weights.")]
-Layers = Annotated[int | None, typer.Option(help="Of the model; all of them by default.")]
 Groups = Annotated[int, typer.Option(help="Prompts in an update of each data-parallel rank.")]
-Responses = Annotated[int, typer.Option("--responses", "-n", help="Responses of each prompt.")]
-PromptLen = Annotated[int, typer.Option("--prompt-len", "-p", help="Tokens of each prompt.")]
-ResponseLen = Annotated[int, typer.Option("--response-len", "-r", help="Tokens of each response.")]
 MaxTokens = Annotated[int | None, typer.Option(help="Or tokens, packed ones with packed groups.")]
 Untimed = Annotated[int, typer.Option(help="Whole updates before them, where the first one of a row compiles.")]
 Rows = Annotated[
@@ -80,16 +70,7 @@ Rows = Annotated[
 ]
 
 
-# Beside veRL's defaults, among them the mean over tokens.
-LOSSES: dict[Algorithm, dict[str, Any]] = {
-    Algorithm.GRPO: {"use_kl_loss": True, "kl_loss_coef": 0.001},
-    Algorithm.DAPO: {
-        "clip_ratio_low": 0.2,
-        "clip_ratio_high": 0.28,
-        "clip_ratio_c": 10.0,
-        "loss_agg_mode": "token-mean",
-    },
-}
+GRPO: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 0.001}  # beside veRL's defaults, so the mean over tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,15 +78,14 @@ class Common:
     """The settings of a measurement on any strategy."""
 
     engine: Annotated[Engine, typer.Option(help="veRL's own, or packed groups.")] = Engine.DUALKV
-    model: Model = "tiny"
-    layers: Layers = None
+    model: harness.Model = "tiny"
+    layers: harness.AllLayers = None
     groups: Groups = 1
-    responses: Responses = 32
-    prompt_len: PromptLen = 8192
-    response_len: ResponseLen = 2048
+    responses: harness.Responses = 32
+    prompt_len: harness.PromptLen = 8192
+    response_len: harness.ResponseLen = 2048
     micro_batch: Annotated[int | None, typer.Option(help="Rollouts a micro-batch.")] = None
     max_tokens: MaxTokens = None
-    algorithm: Annotated[Algorithm, typer.Option(help="Whose loss.")] = Algorithm.GRPO
     attention: str = "fa2"
     head: str = "torch"
     dtype: Annotated[str, typer.Option(help="Of the computation: bf16 or fp32.")] = "bf16"
@@ -116,7 +96,7 @@ class Common:
 
     def same_worker(self, other: Common) -> bool:
         """Whether the worker of `other` serves these settings: they differ in rollouts and micro-batches alone."""
-        free = ("groups", "responses", "micro_batch", "max_tokens", "algorithm", "updates", "untimed", "trace")
+        free = ("groups", "responses", "micro_batch", "max_tokens", "updates", "untimed", "trace")
         if (self.trace is None) != (other.trace is None):
             return False
         return replace(other, **{name: getattr(self, name) for name in free}) == self
@@ -192,7 +172,7 @@ UNCLIPPED = {"clip_ratio_low": 1.0, "clip_ratio_high": 1e9, "clip_ratio_c": 1e9}
 def set_loss(worker: Any, s: Common, **changed: Any) -> None:
     """veRL's loss for the rollouts of `s`, with some settings of its own."""
     of = {"strategy": worker.engine_config.strategy, "rollout_n": s.responses, "ppo_micro_batch_size_per_gpu": 1}
-    worker.set_loss_fn(partial(ppo_loss, config=ActorConfig(**of, **LOSSES[s.algorithm] | changed)))
+    worker.set_loss_fn(partial(ppo_loss, config=ActorConfig(**of, **GRPO | changed)))
 
 
 def make_worker(s: Settings, folder: Path) -> Any:
@@ -301,14 +281,14 @@ def whole_batch(s: Common, worker: Any) -> TensorDict:
     return one_update(s, make_rollouts(s, vocab, worker.engine.get_data_parallel_rank()))
 
 
-def log_probs_of(data: TensorDict, worker: Any) -> list[torch.Tensor]:
-    """Compute the log-probs of the responses of a batch, fp32, by the worker's forward; none on a rank whose output
-    veRL does not take."""
+def log_probs_of(data: TensorDict, worker: Any, output: str = "log_probs") -> list[torch.Tensor]:
+    """Compute the log-probs (or the entropy) of the responses of a batch, fp32, by the worker's forward; none on a rank
+    whose output veRL does not take."""
     data = data.copy()
     tu.assign_non_tensor(data, compute_loss=False)
     lens = (data[name].offsets().diff().tolist() for name in ("prompts", "responses"))
     found = worker.infer_batch(data)
-    rows = zip(found["log_probs"].unbind(), *lens, strict=True) if found is not None else ()
+    rows = zip(found[output].unbind(), *lens, strict=True) if found is not None else ()
     return [row[p - 1 : p - 1 + r].float() for row, p, r in rows]
 
 
@@ -493,26 +473,7 @@ def settings_of(options: dict[str, Any], kind: type[Kind]) -> Kind:
         raise typer.BadParameter("--sequence-parallel is given with veRL's own engine, expected packed groups")
     if unknown := options.keys() - kind.__dataclass_fields__.keys():
         raise typer.BadParameter(f"a row has {', '.join(sorted(unknown))}, which is no option")
-    return kind(**options | {"engine": Engine(options["engine"]), "algorithm": Algorithm(options["algorithm"])})
-
-
-def summary(figures: dict[str, Any]) -> str:
-    s = figures["settings"]
-    size = f"{s['micro_batch']} rollouts" if s["micro_batch"] else f"{s['max_tokens']} tokens"
-    for name in ("tensor_parallel", "context_parallel", "pipeline_parallel"):
-        if s.get(name, 1) > 1:
-            size += f", {name.replace('_', ' ')} {s[name]}"
-    what = f"{s['engine']}, {s['model']}, {s['layers'] or 'all'} layers, {s['algorithm']}, micro-batches of {size}"
-    if s["trace"]:
-        what = f"{s['trace']}, {what}"
-    if "error" in figures:
-        return f"{what}: {figures['error']}"
-    return (
-        f"{what}: {figures['seconds']['median']:.3f} s an update ({figures['build_seconds']:.1f} s to build,"
-        f" {figures['measure_seconds']:.1f} s to measure), {figures['replicated_tokens_per_second']:,.0f} tokens/s,"
-        f" effective MFU {figures['mfu_effective']:.3f}, peak {max(figures['peak_gib']):.1f} GiB, {figures['metrics']}"
-        + (f", gradients {figures['gradients_from_fp32']:.2e} from fp32" if "gradients_from_fp32" in figures else "")
-    )
+    return kind(**options | {"engine": Engine(options["engine"])})
 
 
 def run(
@@ -530,8 +491,7 @@ def run(
     for figures in measure_all(listed, build, distance_on, check):
         done.append(figures)
         if dist.get_rank() == 0:
-            record.write({"rows": done})
-            print(summary(figures), flush=True)
+            record.write({"rows": done}, figures)
     dist.barrier()
     dist.destroy_process_group()
 

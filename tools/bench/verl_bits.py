@@ -22,6 +22,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 
 from dualkv.integrations.metrics import RATIO
+from tools.bench import harness
 from tools.bench import verl as bench
 from tools.bench.record import JsonPath, Record
 
@@ -56,15 +57,8 @@ def rollouts(s: bench.Settings, vocab: int, rank: int, trees: bool) -> TensorDic
 def scores(worker: Any, data: TensorDict, budget: int) -> torch.Tensor:
     """[2, M] log-probs and entropies of all response tokens, by micro-batches of at most `budget` packed tokens."""
     data = data.copy()
-    tu.assign_non_tensor(data, compute_loss=False, use_dynamic_bsz=True, max_token_len_per_gpu=budget)
-    found = worker.infer_batch(data)
-    lens = [data[name].offsets().diff().tolist() for name in ("prompts", "responses")]
-    return torch.stack(
-        [
-            torch.cat([row[p - 1 : p - 1 + r] for row, p, r in zip(found[name].unbind(), *lens, strict=True)]).float()
-            for name in OUTPUTS
-        ]
-    )
+    tu.assign_non_tensor(data, use_dynamic_bsz=True, max_token_len_per_gpu=budget)
+    return torch.stack([torch.cat(bench.log_probs_of(data, worker, output)) for output in OUTPUTS])
 
 
 def measure(s: bench.Settings, trees: bool, budgets: list[int]) -> dict[str, Any]:
@@ -97,12 +91,12 @@ def measure(s: bench.Settings, trees: bool, budgets: list[int]) -> dict[str, Any
 
 def main(
     json_to: JsonPath,
-    model: bench.Model = "qwen3-8b",
-    layers: bench.Layers = 4,
+    model: harness.Model = "qwen3-8b",
+    layers: harness.AllLayers = 4,
     groups: bench.Groups = 4,
-    responses: bench.Responses = 8,
-    prompt_len: bench.PromptLen = 2048,
-    response_len: bench.ResponseLen = 512,
+    responses: harness.Responses = 8,
+    prompt_len: harness.PromptLen = 2048,
+    response_len: harness.ResponseLen = 512,
     max_tokens: bench.MaxTokens = 9000,
     budgets: Annotated[list[int] | None, typer.Option(help="Tokens of micro-batches of scores.")] = None,
     keep: Annotated[str, typer.Option(help="What checkpointed layers keep.")] = "attention",
@@ -122,13 +116,12 @@ def main(
             found = measure(s, trees, budgets or [3500, 6000, 20000])
             done.append({"settings": asdict(s), "ranks": dist.get_world_size(), **found})
             if dist.get_rank() == 0:
-                record.write({"rows": done})
-                print(f"trees {trees}, batch-invariant {invariant}: {found}", flush=True)
+                record.write({"rows": done}, done[-1])
     dist.destroy_process_group()
 
 
 FIXED: dict[str, Any] = {
-    "engine": "dualkv", "micro_batch": None, "algorithm": "grpo", "attention": "sdpa", "head": "unfused",
+    "engine": "dualkv", "micro_batch": None, "attention": "sdpa", "head": "unfused",
     "updates": 1, "learning_rate": 1e-6, "liger": False, "checkpointing": True,
 }  # fmt: skip
 

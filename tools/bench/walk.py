@@ -6,7 +6,7 @@ Each job is run in several ways in turn, with every layer checkpointed:
 - walked: :func:`dualkv.walk` in a limit of memory, a multiple of the peak of the way before, weights and gradients
   included. Layers keep all where there is room.
 
-With `--megatron` the model is megatron-core's (:mod:`tools.bench.walk_megatron`).
+With `--megatron` the model is megatron-core's (:mod:`tools.bench.megatron`).
 
 `layers` is forward and backward of the layers, with a loss that sums hidden states of the rows that predict trained
 tokens; `update` has the head and log-probs too. Costs of rows are measured first (:func:`dualkv.measure_rows`).
@@ -27,16 +27,14 @@ import typer
 
 from dualkv.bench import traces
 from dualkv.bench.run import in_words
-from dualkv.branches import Branch
-from dualkv.data.memory import Memory, RowCosts
-from dualkv.data.parts import Fitting, TreePart, fitting
-from dualkv.data.trees import PackedSequences, pack_sequences, plan_sequences
-from dualkv.logprobs import response_logprobs
+from dualkv.data.memory import Memory
+from dualkv.data.parts import Fitting, fitting
+from dualkv.data.trees import PackedSequences, pack_sequences
 from dualkv.models import CONFIGS
-from dualkv.row_costs import Peak, measure_rows
-from dualkv.walks import walk
+from dualkv.row_costs import Peak
 from tools.bench import harness
 from tools.bench.record import JsonPath, Record
+from tools.bench.walk_ways import Runner
 
 JOBS = (
     "24576x16x2048@32768:1.1",
@@ -105,81 +103,11 @@ def _group(prompt: int, responses: int, length: int, vocabulary: int) -> tuple[l
 class Sizes:
     """The model and its runs."""
 
-    model: Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}; random weights.")] = "qwen3-8b"
-    layers: Annotated[int, typer.Option(help="Of the model.")] = 8
+    model: harness.Model = "qwen3-8b"
+    layers: harness.Layers = 8
     repeats: Annotated[int, typer.Option(help="Of each way, after two that are not timed.")] = 3
-    chunk_size: Annotated[int, typer.Option(help="Rows of the head at a time.")] = 1024
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16"
-
-
-class Runner:
-    """The model, and the ways to run a job."""
-
-    def __init__(self, sizes: Sizes, device: torch.device) -> None:
-        from dualkv.integrations.transformers import enable, head, recompute_layers
-
-        self.sizes, self.device = sizes, device
-        config = harness.make_config(sizes.model, sizes.layers)
-        self.model = enable(harness.make_model(config, sizes.dtype, device))
-        self.head = head(self.model)
-        recompute_layers(self.model, "nothing")
-        for parameter in self.model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        self.compiled = device.type == "cuda"
-
-    def forward(self, ids: torch.Tensor, rows: Any) -> torch.Tensor:
-        hidden: torch.Tensor = self.model.get_decoder()(input_ids=ids, dualkv=rows, use_cache=False).last_hidden_state
-        return hidden
-
-    def values(self, part: str, hidden: torch.Tensor, rows: PackedSequences | TreePart) -> torch.Tensor:
-        """Compute [m] values of trained tokens: a sum of hidden states, or log-probs."""
-        if part == "layers":
-            return hidden[0, rows.predict_rows].float().sum(-1) / hidden.shape[-1]
-        return response_logprobs(hidden, self.head, rows, chunk_size=self.sizes.chunk_size, compiled=self.compiled)[0]
-
-    def cut(self, part: str, job: Job) -> Callable[[], list[torch.Tensor]]:
-        batches = [job.pack(chosen, self.device) for chosen in plan_sequences(job.sequences, job.rows)]
-
-        def run() -> list[torch.Tensor]:
-            found = []
-            for batch in batches:
-                values = self.values(part, self.forward(batch.input_ids, batch.layout), batch)
-                values = torch.cat(batch.unpack(values))
-                (values.sum() / 1000).backward()
-                found.append(values.detach().sum())
-            return found
-
-        return run
-
-    def walked(self, part: str, batch: PackedSequences, parts: list[TreePart]) -> Callable[[], list[torch.Tensor]]:
-        def run() -> list[torch.Tensor]:
-            found = []
-
-            def loss(hidden: torch.Tensor, rows: TreePart) -> torch.Tensor:
-                values = rows.expand(self.values(part, hidden, rows))
-                found.append(values.detach().sum())
-                return values.sum() / 1000
-
-            walk(batch, parts, self.forward, loss)
-            return found
-
-        return run
-
-    def costs(self, job: Job) -> RowCosts:
-        def forward(ids: torch.Tensor, branch: Branch) -> torch.Tensor:
-            return self.forward(ids, branch)
-
-        hidden, weights = self.model.config.hidden_size, 0
-        for parameter in self.model.get_decoder().layers[0].parameters():
-            weights += parameter.numel()
-        rows = min(1024, max(16, job.rows // 16))
-        of_pairs = 2 * self.model.config.num_attention_heads * getattr(self.model.config, "head_dim", hidden)
-        tokens = job.sequences[0].to(self.device)
-
-        def loss(hidden: torch.Tensor, part: TreePart) -> torch.Tensor:
-            return self.values("update", hidden, part).sum()
-
-        return measure_rows(forward, tokens, loss, rows=rows, pairs=weights / of_pairs)
+    chunk_size: harness.ChunkSize = 1024
+    dtype: harness.Dtype = "bfloat16"
 
 
 def measure(
@@ -255,18 +183,6 @@ def _of_plan(plan: Fitting) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def line(name: str, part: str, ways: dict[str, Any]) -> str:
-    """A job's figures, short."""
-    said = []
-    for way, made in ways.items():
-        if "error" in made:
-            said.append(f"{way} {made['error'][:120]}")
-        elif "median" in made:
-            more = f", {made['speed_up']:.2f}x at {made['memory']:.2f} of its memory" if "speed_up" in made else ""
-            said.append(f"{way} {made['median']:.3f} s {made['bytes'] / 2**30:.2f} GiB{more}")
-    return f"{name}, {part}: {'; '.join(said)}"
-
-
 @harness.takes(Sizes)
 def main(
     json_to: JsonPath,
@@ -281,14 +197,12 @@ def main(
     about = {name: getattr(sizes, name) for name in ("model", "layers", "dtype")}
     if megatron:
         about["library"] = "megatron-core"
-        from tools.bench.walk_megatron import MegatronRunner
+        from tools.bench.megatron import MegatronRunner
 
         runner = MegatronRunner(sizes, device)
     for figures in measure(sizes, list(job or JOBS), parts.split(","), device, runner):
-        record.write(about | figures)
         *_, (name, made) = figures["jobs"].items()
-        *_, (part, ways) = made["parts"].items()
-        print(line(name, part, ways), flush=True)
+        record.write(about | figures, {name: list(made["parts"].items())[-1]})
 
 
 if __name__ == "__main__":

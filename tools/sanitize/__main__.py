@@ -1,28 +1,22 @@
-"""Runs the tools over all cases and files what they say. See the package."""
+"""Run the tools over all cases and file what they say."""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache
-from pathlib import Path
 from time import monotonic
 from typing import Annotated, Any
 
-import torch
 import typer
-from rich.console import Console
 
 from codegen import KernelError, cubin, folders, store
 from codegen.spec import KernelSpec
-from dualkv.ops import hopper
-from tools import filed
 from tools.bench.record import OptionalJsonPath, Record
-from tools.process import run_limited
+from tools.process import ToolError, find_program, run_limited
 from tools.sanitize import controls, known, show
 from tools.sanitize.cases import HEAD_DIMS, Case, cases
 from tools.sanitize.reading import Place, parse, short
@@ -32,22 +26,6 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 OPTIONS = ["--print-limit", "20000", "--show-backtrace", "no", "--destroy-on-device-error", "kernel"]
 RACES = 10**8  # reports that racecheck keeps in a process; its false positives are tens of millions
 ELSEWHERE = "/usr/local/cuda/bin/compute-sanitizer"
-
-
-class SanitizeError(RuntimeError):
-    """An error that says in one sentence why nothing was checked."""
-
-
-def find_sanitizer() -> str:
-    found = shutil.which("compute-sanitizer") or (ELSEWHERE if os.access(ELSEWHERE, os.X_OK) else None)
-    if found is None:
-        raise SanitizeError("compute-sanitizer is not on PATH: install the CUDA toolkit's compute-sanitizer")
-    if not torch.cuda.is_available():
-        raise SanitizeError("the sanitizers need an NVIDIA GPU and PyTorch sees none here")
-    why_not = hopper.device_unsupported(torch.device("cuda", torch.cuda.current_device()))
-    if why_not:
-        raise SanitizeError(f"the kernels run on compute capability 9.0 (H100, H200), not on {why_not}")
-    return found
 
 
 def specs(head_dims: list[int]) -> list[KernelSpec]:
@@ -88,7 +66,6 @@ def read(tool: str, what: str, text: str, seconds: float, code: int | None = 0, 
         "cases": found.ended,
         "unfinished": "; ".join(wrong),
         "reports": list(found.reports.items()),
-        "text": text,
     }
 
 
@@ -172,45 +149,6 @@ def summary(runs: list[dict[str, Any]], plan: list[tuple[str, str]]) -> dict[str
     return tools
 
 
-def _conclude(tools: dict[str, Any], console: Console) -> None:
-    """Say it; exit with 1 unless all was checked and is clean."""
-    console.print(show.table(tools))
-    for line in show.findings(tools):
-        console.print(line, markup=False)
-    errors = any(r["false_positive"] is None for one in tools.values() for r in one["reports"])
-    blind = any(not one[CONTROLS].get(controls.PLANTED[name][0]) for name, one in tools.items())
-    if errors or blind or any(one["unfinished"] for one in tools.values()):
-        raise typer.Exit(1)
-
-
-def _from_logs(tool: str, filed_before: dict[str, Any], logs: Path) -> dict[str, Any]:
-    """Read a tool's logs again, without cases that exist no more; its time and its unfinished cases stay as filed."""
-    runs = []
-    for path in sorted(logs.glob(f"{tool}-*.log")):
-        run = read(tool, path.stem.removeprefix(f"{tool}-"), path.read_text(), 0)
-        if run["cases_of"] != CONTROLS:
-            names = {case.name for case in cases(int(run["cases_of"]), tool)}
-            run["cases"] = [case for case in run["cases"] if case in names]
-            run["reports"] = [each for each in run["reports"] if each[0].case in names]
-        runs.append(run)
-    again: dict[str, Any] = summary(runs, [(tool, run["cases_of"]) for run in runs])[tool]
-    return again | {"seconds": filed_before["seconds"], "unfinished": filed_before["unfinished"]}
-
-
-def _judge_again(path: Path | None, logs: Path | None, console: Console) -> None:
-    """The reports in a file, by what is known now; with its logs also by the cases and kernels that are there now."""
-    if path is None or not path.is_file():
-        raise typer.BadParameter("--again needs --json FILE of a run", param_hint="--again")
-    record = filed.read(path)
-    for name, tool in record["tools"].items():
-        if logs is not None:
-            record["tools"][name] = tool = _from_logs(name, tool, logs)
-        for report in tool["reports"]:
-            report["false_positive"] = known.why(name, report, tool[CONTROLS])
-    path.write_text(filed.text(record))
-    _conclude(record["tools"], console)
-
-
 def main(
     json_to: OptionalJsonPath = None,
     tool: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(TOOLS)}. Default: all.")] = None,
@@ -218,37 +156,25 @@ def main(
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Processes at a time.")] = 4,
     limit: Annotated[float, typer.Option(min=1, help="Seconds of a process.")] = 600,
     seconds: Annotated[float, typer.Option(min=1, help="Seconds of all together; what is left out is said.")] = 3600,
-    logs: Annotated[Path | None, typer.Option(help="Keep what the tools print in this folder.")] = None,
-    compile_only: Annotated[
-        bool, typer.Option("--compile", help="Compile the kernels, which needs no GPU; no more.")
-    ] = False,
-    again: Annotated[
-        bool,
-        typer.Option("--again", help="Run nothing: judge what --json has filed by known.py; --logs are read again."),
-    ] = False,
 ) -> None:
-    """Run compute-sanitizer's tools over edge shapes of every family of kernels, forward and backward."""
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    if again:
-        _judge_again(json_to, logs, console)
-        return
+    """Run compute-sanitizer's tools over edge shapes of every family of kernels, forward and backward.
+
+    The exit code is 1 unless everything was checked and is clean."""
     tools, dims = tool or list(TOOLS), head_dim or list(HEAD_DIMS)
     for given, allowed, name in ((tools, TOOLS, "--tool"), (dims, HEAD_DIMS, "--head-dim")):
         wrong = [value for value in given if value not in allowed]
         if wrong:
             raise typer.BadParameter(f"{wrong[0]!r} is none of {', '.join(map(str, allowed))}", param_hint=name)
     try:
-        sanitizer = None if compile_only else find_sanitizer()
-    except SanitizeError as e:
+        sanitizer = find_program("compute-sanitizer", ELSEWHERE, install="the CUDA toolkit's compute-sanitizer")
+    except ToolError as e:
         print(f"sanitize: {e}", file=sys.stderr)
         raise typer.Exit(1) from None
     missing = [spec for spec in specs(dims) if store.where(spec) is None]
     if missing:
         folders.make_cache_dir()
-        with console.status(f"compiling {len(missing)} kernels"):
-            list(store.fill(missing, store.cache_dir(), os.cpu_count() or 1))
-    if sanitizer is None:
-        return
+        print(f"compiling {len(missing)} kernels", flush=True)
+        list(store.fill(missing, store.cache_dir(), os.cpu_count() or 1))
     plan = [(t, what) for what in (CONTROLS, *map(str, dims[::-1])) for t in tools]
     version = (
         subprocess.run([sanitizer, "--version"], capture_output=True, text=True).stdout.split("Version")[-1].strip()
@@ -261,18 +187,21 @@ def main(
         left = deadline - monotonic()
         return check(sanitizer, tool, what, min(limit, left)) if left >= 1 else None
 
-    with console.status("checking"), ThreadPoolExecutor(jobs) as pool:
+    with ThreadPoolExecutor(jobs) as pool:
         for done in as_completed([pool.submit(in_time, *each) for each in plan]):
             if (run := done.result()) is None:
                 continue
             state = run["unfinished"] or f"{len(run['reports'])} different reports"
-            console.print(f"{run['tool']} {run['cases_of']}: {len(run['cases'])} cases, {run['seconds']} s, {state}")
+            about = f"{run['tool']} {run['cases_of']}: {len(run['cases'])} cases, {run['seconds']} s, {state}"
+            print(about, flush=True)
             runs = sorted([*runs, run], key=lambda run: plan.index((run["tool"], run["cases_of"])))
-            if logs is not None:
-                logs.mkdir(parents=True, exist_ok=True)
-                (logs / f"{run['tool']}-{run['cases_of']}.log").write_text(run["text"])
             record.write({"compute_sanitizer": version, "tools": summary(runs, plan)})
-    _conclude(summary(runs, plan), console)
+    made = summary(runs, plan)
+    print("\n".join([show.table(made), "", *show.findings(made)]))
+    errors = any(report["false_positive"] is None for one in made.values() for report in one["reports"])
+    blind = any(not one[CONTROLS].get(controls.PLANTED[name][0]) for name, one in made.items())
+    if errors or blind or any(one["unfinished"] for one in made.values()):
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

@@ -5,24 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from rich.table import Table
-
+from dualkv.bench.show import markdown_table
 from tools.sanitize import controls, known
 
 CONTROLS = "controls"
 
 
-def table(tools: dict[str, Any]) -> Table:
-    """A line a tool."""
-    shown = Table()
-    for column in ("tool", "cases", "errors", "false positives", "planted fault"):
-        shown.add_column(column, justify="left" if column == "tool" else "right")
+def table(tools: dict[str, Any]) -> str:
+    """Tabulate the findings, a line a tool."""
+    rows = []
     for name, tool in tools.items():
         errors, fine = ([r for r in tool["reports"] if (r["false_positive"] is None) == bad] for bad in (True, False))
         counts = [f"{sum(report['count'] for report in some):,}" for some in (errors, fine)]
         seen = "found" if tool[CONTROLS].get(controls.PLANTED[name][0]) else "NOT FOUND"
-        shown.add_row(name, str(tool["cases"]), *counts, seen)
-    return shown
+        rows.append([name, str(tool["cases"]), *counts, seen])
+    return markdown_table(["tool", "cases", "errors", "false positives", "planted fault"], rows)
 
 
 def findings(tools: dict[str, Any]) -> list[str]:

@@ -1,5 +1,5 @@
 """Layers of FP8 in an enabled model are said once. Classes of the names of torchao's and Transformer Engine's stand in
-for theirs; `tests/tools/test_bench_fp8.py` runs torchao's."""
+for theirs; `tests/tools/test_bench.py` runs torchao's."""
 
 from __future__ import annotations
 

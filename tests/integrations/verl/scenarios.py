@@ -278,7 +278,7 @@ OVERRIDES = [
 BENCH = {
     "engine": "dualkv", "model": "tiny", "layers": 1, "groups": 1, "responses": 4, "prompt_len": 60, "response_len": 10,
     "micro_batch": None, "max_tokens": 110, "attention": "sdpa", "head": "torch", "liger": False, "checkpointing": True,
-    "keep": "attention", "dtype": "bf16", "updates": 1, "learning_rate": 1e-6, "algorithm": "dapo",
+    "keep": "attention", "dtype": "bf16", "updates": 1, "learning_rate": 1e-6,
 }  # fmt: skip
 
 STOCK_BENCH = BENCH | {"engine": "verl", "max_tokens": None, "attention": "math"}
