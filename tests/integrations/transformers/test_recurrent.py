@@ -146,7 +146,7 @@ def worst(model: Any, layout: dualkv.Layout, **options: Any) -> float:
     return zoo.difference(got, expected)
 
 
-BOUND = {torch.float64: 1e-9, torch.float32: 1e-4}
+BOUND = {torch.float64: 1e-9, torch.float32: 3e-5}  # kimi_linear 1.8e-5 on one kind of processor, all others below 1e-5
 
 
 @pytest.mark.parametrize(
