@@ -9,7 +9,7 @@ from cutlass.utils import SmemAllocator
 from cute_kernels import fakes
 from cute_kernels.abi import LOCKS, clears_ahead
 from cute_kernels.accumulator import round_to
-from cute_kernels.bwd_frame import split_rows
+from cute_kernels.backward.frame import split_rows
 from cute_kernels.ptx import transpose_8x8
 
 VECTOR = 8  # elements of a 128-bit store

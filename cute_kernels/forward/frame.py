@@ -2,7 +2,7 @@
 
 A cluster takes tiles: consecutive packed rows of one group with `packed_heads` query heads of one KV head, 64 rows
 (tokens x heads) a warp group. All its CTAs walk the same key blocks (work.py), so each loads a part of every block and
-multicasts it. `fwd_load` has what the producer warp does, `fwd` what the MMA warp groups compute.
+multicasts it. `load` has what the producer warp does, `kernel` what the MMA warp groups compute.
 
 Pipelines (pipeline.py), all filled by the producer warp, which has the copy engine bring the data:
 
@@ -12,7 +12,7 @@ Pipelines (pipeline.py), all filled by the producer warp, which has the copy eng
     K                     every MMA warp of the cluster           stages              1, 4 * warp_groups * cluster
     V                     every MMA warp of the cluster           stages              1, 4 * warp_groups * cluster
 
-Besides, each warp group meets at a named barrier of its own (BAR_WG), and the cluster at its barrier after each pass.
+Besides, warp groups meet at named barriers (kernel.NamedBarrier), and the cluster at its barrier after each pass.
 """
 
 import math
@@ -30,8 +30,8 @@ from cutlass.utils import LayoutEnum, SmemAllocator
 
 from cute_kernels import fakes
 from cute_kernels.abi import WG_ROWS, ForwardFields, warp_group_tokens
-from cute_kernels.cluster import SMEM_BYTES, Clustered, check_smem
-from cute_kernels.fwd_walk import Walk
+from cute_kernels.cluster import SMEM_BYTES, check_smem, rank_in, sync_cluster
+from cute_kernels.forward.walk import Walk
 from cute_kernels.mask import PathBounds
 from cute_kernels.pipeline import MbarrierAllocator, Pipeline, Stage, WrappingPipeline, init_mbarriers
 from cute_kernels.work import AnyTile, Tile, first_and_step
@@ -74,13 +74,13 @@ class Arguments(NamedTuple):
 class Global(NamedTuple):
     """Tensors in global memory, Q to O as coordinates for the copy engine; and numbers."""
 
-    Q: cute.Tensor  # ((packed_heads, T), D, first heads)
-    K: cute.Tensor  # (T, D, Hk)
-    V: cute.Tensor  # (T, Dv, Hk)
-    O: cute.Tensor  # ((packed_heads, T), Dv, first heads)
-    v: cute.Tensor  # (T, Hk, Dv)
-    pairs: cute.Tensor  # (T, H, Dv / 2), out as pairs of elements in 32 bits
-    lse: cute.Tensor  # (H, T)
+    mQ: cute.Tensor  # ((packed_heads, T), D, first heads)
+    mK: cute.Tensor  # (T, D, Hk)
+    mV: cute.Tensor  # (T, Dv, Hk)
+    mO: cute.Tensor  # ((packed_heads, T), Dv, first heads)
+    mV_rows: cute.Tensor  # (T, Hk, Dv)
+    mO_pairs: cute.Tensor  # (T, H, Dv / 2), out as pairs of elements in 32 bits
+    mLSE: cute.Tensor  # (H, T)
     work: cute.Tensor  # (n, fields)
     schedule: cute.Tensor  # (items, 2)
     bounds: cute.Tensor | PathBounds  # see Arguments
@@ -161,9 +161,9 @@ class Handed(NamedTuple):
 class Shared(NamedTuple):
     """Shared memory."""
 
-    Q: cute.Tensor  # (64, D, q_places), and O in its first Dv columns
-    K: cute.Tensor  # (N, D, stages)
-    V: cute.Tensor  # (N, Dv, stages)
+    sQ: cute.Tensor  # (64, D, q_places), and O in its first Dv columns
+    sK: cute.Tensor  # (N, D, stages)
+    sV: cute.Tensor  # (N, Dv, stages)
     pipes: Pipelines
     item: cute.Tensor  # (item_fields, q_places) whose Q is there: the tile's fields, first head, the warp group's Walk
     recompute: cute.Tensor  # (1 + RECOMPUTE_WORDS) one past the last item to recompute; a bit for each of the cluster's
@@ -214,7 +214,42 @@ class State(NamedTuple):
     handed: Handed | None
 
 
-class ForwardFrame(Clustered):
+@dataclass(frozen=True)
+class Items:
+    """The work items of prompts with responses."""
+
+    kernel: "ForwardFrame"
+    tile_fields: ClassVar[int] = ForwardFields.NUM_FIELDS
+    finds_walks: ClassVar[bool] = (
+        True  # the producer works out which blocks a warp group walks; else they are in `work`
+    )
+    num_tables: ClassVar[int] = 1  # arguments between `schedule` and `softmax_scale`
+
+    @property
+    def num_fields(self) -> int:
+        """Numbers of a work item: a tile's, and perhaps what its warp groups walk."""
+        return self.tile_fields
+
+    def fake_tables(self, rows: cute.SymInt) -> tuple[cute.Tensor, ...]:
+        """`work`, and the tables after `schedule`."""
+        return fakes.table(self.num_fields, align=16), fakes.flat(Int32, rows)
+
+    def bounds(
+        self, tables: Sequence[cute.Tensor], first_key: cute.Tensor | None
+    ) -> tuple[cute.Tensor | PathBounds, cute.Tensor | None]:
+        """`Arguments.bounds` and `Arguments.regions`."""
+        return tables[0], None
+
+    def tile(self, g: Global, fields: cute.Tensor | list[Int32]) -> AnyTile:
+        """The tile of a work item."""
+        return Tile.load(fields, self.kernel.tile_n)
+
+    def walk(self, tile: AnyTile, item: cute.Tensor, thread: Thread) -> Walk:
+        """The blocks that the thread's warp group walks, of an item in shared memory."""
+        return Walk(*[item[j] for j in range(self.num_fields + 1, self.kernel.item_fields)])
+
+
+class ForwardFrame:
     """out = softmax(scale Q K^T, masked) V and its log-sum-exp; query q sees key k iff k <= q < visible_end[k].
 
     Compiled once for a dtype, native head dims and a number of packed heads; at run time any T, H, Hk, group count,
@@ -257,8 +292,7 @@ class ForwardFrame(Clustered):
         ValueError: a configuration that does not fit, in one sentence.
     """
 
-    tile_fields = ForwardFields.NUM_FIELDS
-    finds_walks = True  # the producer works out which blocks a warp group walks; else they are in the tables
+    items_class: ClassVar[type[Items]] = Items
     max_head_dim = 256
     allowed_warp_groups: ClassVar[Sequence[int]] = (2, 3)
     allowed_stages: ClassVar[Sequence[int]] = range(1, 17)
@@ -296,6 +330,7 @@ class ForwardFrame(Clustered):
         self.dtype, self.head_dim, self.packed_heads = dtype, head_dim, packed_heads
         self.tile_n, self.warp_groups, self.stages, self.cluster = tile_n, warp_groups, stages, cluster
         self.has = Features(*(name in features for name in ("window", "sinks", "softcap")))
+        self.items = self.items_class(self)
         self.tokens_wg = warp_group_tokens(packed_heads)
         self.rows_wg = self.tokens_wg * packed_heads  # rows in use; the rest is computed and dropped
         self.regs_load, self.regs_mma = {2: (24, 240), 3: (32, 160)}[self.mma_groups]  # registers a thread
@@ -304,12 +339,11 @@ class ForwardFrame(Clustered):
         self.q_places = next((n for n in numbers if self.smem_bytes(n) <= SMEM_BYTES), warp_groups)
         tile = f"head_dim {head_dim}, tile_n {tile_n}, {stages} stages and {warp_groups} warp groups"
         check_smem(self.smem_bytes(self.q_places), tile)
-        self.fence_softmax = warp_groups == 3  # see fwd.compiler_fence
+        self.fence_softmax = warp_groups == 3  # see kernel.compiler_fence
 
-    @property
-    def num_fields(self) -> int:
-        """Numbers of a work item: a tile's, and perhaps what its warp groups walk."""
-        return self.tile_fields
+    def rank(self) -> Int32:
+        """See `cluster.rank_in`."""
+        return rank_in(self.cluster)
 
     @property
     def mma_groups(self) -> int:
@@ -329,7 +363,7 @@ class ForwardFrame(Clustered):
     @property
     def item_fields(self) -> int:
         """Numbers of a work item in shared memory: see `Shared.item`."""
-        return self.num_fields + 1 + (len(Walk._fields) if self.finds_walks else 0)
+        return self.items.num_fields + 1 + (len(Walk._fields) if self.items.finds_walks else 0)
 
     # ---------------------------------------------------------------- host side
     def fake_arguments(self) -> tuple[object, ...]:
@@ -338,17 +372,12 @@ class ForwardFrame(Clustered):
         dim_v = dim if self.head_dim_v == self.head_dim else fakes.head_dim()
         q, out = [fakes.packed(self.dtype, rows, heads, of) for of in (dim, dim_v)]
         k, v = [fakes.packed(self.dtype, rows, kv_heads, of) for of in (dim, dim_v)]
-        lse, segment_begin = fakes.by_head(Float32, heads, rows), fakes.flat(Int32, rows)
-        work, schedule = fakes.table(ForwardFields.NUM_FIELDS, align=16), fakes.table(2, align=8)
+        lse, schedule = fakes.by_head(Float32, heads, rows), fakes.table(2, align=8)
+        work, *tables = self.items.fake_tables(rows)
         numbers = Float32(0.0), Int32(0), fakes.stream()
         features = fakes.flat(Int32, rows), fakes.flat(Float32, heads), Float32(0.0)
         own = [x for x, has in zip(features, self.has, strict=True) if has]
-        return q, k, v, out, lse, work, schedule, segment_begin, *numbers, *own
-
-    def features(self, given: tuple[object, ...]) -> Features:
-        """The arguments of the kernel's features, which come last, by their names."""
-        left = iter(given)
-        return Features(*[next(left) if has else None for has in self.has])
+        return q, k, v, out, lse, work, schedule, *tables, *numbers, *own
 
     @cute.jit
     def __call__(
@@ -358,17 +387,16 @@ class ForwardFrame(Clustered):
         v: cute.Tensor,  # (T, Hk, Dv)
         out: cute.Tensor,  # (T, H, Dv)
         lse: cute.Tensor,  # (H, T)
-        work: cute.Tensor,  # (n, 8)
+        work: cute.Tensor,  # (n, fields)
         schedule: cute.Tensor,  # (items, 2)
-        segment_begin: cute.Tensor,  # (T)
-        softmax_scale: Float32,
-        num_sms: Int32,
-        stream: cuda.CUstream,
-        *features: object,
+        *rest: object,  # tables of the items, softmax_scale, num_sms, stream, and arguments of the features
     ) -> None:
-        tables = work, schedule, segment_begin, None
-        arguments = Arguments(q, k, v, out, lse, *tables, self.features(features))
-        self.launch(arguments, softmax_scale, num_sms, stream)
+        count = self.items.num_tables
+        left = iter(rest[count + 3 :])
+        features = Features(*[next(left) if has else None for has in self.has])
+        bounds = self.items.bounds(rest[:count], features.first_key)
+        arguments = Arguments(q, k, v, out, lse, work, schedule, *bounds, features)
+        self.launch(arguments, *rest[count : count + 3])
 
     def launch(self, x: Arguments, softmax_scale: Float32, num_sms: Int32, stream: cuda.CUstream) -> None:
         swizzle, rows = self.smem_atom().inner, (self.packed_heads, self.tokens_wg)
@@ -496,7 +524,7 @@ class ForwardFrame(Clustered):
             for j in cutlass.range(cute.arch.lane_idx(), 1 + RECOMPUTE_WORDS, 32, unroll=1):
                 marks[j] = 0
         cute.arch.mbarrier_init_fence()
-        self.sync_cluster()
+        sync_cluster(self.cluster)
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.regs_load)
             self.load(atoms, g, s, warp_idx)
@@ -513,10 +541,6 @@ class ForwardFrame(Clustered):
         raise NotImplementedError
 
     # ---------------------------------------------------------------- work items, and the recompute pass
-    def tile(self, g: Global, fields: cute.Tensor | list[Int32]) -> AnyTile:
-        """The tile of a work item."""
-        return Tile.load(fields, self.tile_n)
-
     def num_items(self, g: Global) -> Int32:
         """The number of items that the cluster has."""
         first, step = first_and_step(self.cluster)
@@ -553,7 +577,7 @@ class ForwardFrame(Clustered):
 
         A CTA must not end while its peers still write into it, so every thread comes here at the end of every pass.
         """
-        self.sync_cluster()
+        sync_cluster(self.cluster)
         return s.recompute[0]
 
     # ---------------------------------------------------------------- scores
