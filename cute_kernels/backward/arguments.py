@@ -98,7 +98,8 @@ class Shared(NamedTuple):
     sQ: cute.Tensor  # (M, D, stages)
     sdO: cute.Tensor  # (M, Dv, do_stages)
     sdS: cute.Tensor  # (M, N, buffers); beyond head dim 128 the first buffer is P
-    sdQ: cute.Tensor | None  # (M * D), up to head dim 128: dQ on its way to global memory; at 512 see `staged_floats`
+    sdQ: cute.Tensor | None  # (M * D) fp32, up to head dim 128: dQ on its way to global memory
+    sParts: cute.Tensor | None  # (2 * N * M + MARKS) fp32, head dim 512: see `split.SplitBackward.staged_floats`
     sK_peer: cute.Tensor | None  # (N, peer_columns), head dims 192 and 256
     stats: cute.Tensor  # (STAT_COLUMNS, M, stages): lse and dpsum of query rows
     stat_keys: cute.Pointer  # the keys' side of the products with them

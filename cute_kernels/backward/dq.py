@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.abi import BlockFields
 from cute_kernels.backward.arguments import BackwardPipelines, Global, Item, Shared
-from cute_kernels.backward.frame import BackwardFrame, split_rows
+from cute_kernels.backward.frame import BackwardFrame, dq_by_rows
 from cute_kernels.backward.window import is_own, turn
 from cute_kernels.pipeline import Pipeline, Signal, Stage
 from cute_kernels.ptx import (
@@ -54,12 +54,12 @@ class NarrowDq(BackwardFrame):
     @property
     def dq_warps(self) -> list[int]:
         """The number of warps of each warp group that hold columns of dQ."""
-        return [4, 4 if split_rows(self.head_dim) else self.head_dim // 16 - 4]
+        return [4, 4 if dq_by_rows(self.head_dim) else self.head_dim // 16 - 4]
 
     @property
     def dq_rows(self) -> int:
         """Rows of dQ (columns of the product) a warp group."""
-        return self.tile_m // 2 if split_rows(self.head_dim) else self.tile_m
+        return self.tile_m // 2 if dq_by_rows(self.head_dim) else self.tile_m
 
     @property
     def dq_chunks(self) -> int:
@@ -94,7 +94,7 @@ class NarrowDq(BackwardFrame):
         """
         m_block, h = item.block_end - 1, item.kv_head * heads_per_kv
         own = Int32(0)  # steps so far in which this CTA makes dQ, with a window
-        for it in cutlass.range(0, (item.block_end - self.first_block(item)) * heads_per_kv, 1, unroll=1):
+        for it in cutlass.range(0, (item.block_end - self.first_dq_block(item)) * heads_per_kv, 1, unroll=1):
             if const_expr(self.windowed):
                 if is_own(g.blocks[m_block, BlockFields.FLAGS], self.rank()):
                     self.add_dq_block(g, s, p, item, own, m_block, h, wg)
@@ -165,7 +165,7 @@ class NarrowDq(BackwardFrame):
         zeros = cute.make_rmem_tensor(4, Float32)
         zeros.fill(0.0)
         own = Int32(0)
-        for it in cutlass.range(0, (item.block_end - self.first_block(item)) * heads_per_kv, 1, unroll=1):
+        for it in cutlass.range(0, (item.block_end - self.first_dq_block(item)) * heads_per_kv, 1, unroll=1):
             if const_expr(self.windowed):
                 if is_own(g.blocks[m_block, BlockFields.FLAGS], self.rank()):
                     self.clear_dq_block(g, s, own, g.blocks[m_block, BlockFields.M_BLOCK], h, zeros)

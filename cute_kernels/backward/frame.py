@@ -40,15 +40,15 @@ not clear too far ahead.
 To add a pipeline:
 
 1. Declare it in `pipelines`, which also numbers its mbarriers, as a field of the kernel's `...Pipelines` (of `narrow`:
-   in `dq`) or, where all kernels have it, of `arguments.BackwardPipelines`. Their fields are given by position. `split`
-   inherits the steps of `wide`, so its `...Pipelines` needs the field too. A pipeline that some gradients do not need
-   has 0 stages for them, as dS and dQ of the narrow kernel.
+   in `dq`) or, where all kernels have it, of `arguments.BackwardPipelines`. `split` inherits the steps of `wide`, so
+   its `...Pipelines` needs the field too. A pipeline that some gradients do not need has 0 stages for them, as dS and
+   dQ of the narrow kernel.
 2. Add what it protects to `arguments.Shared`, `allocate` and `smem_bytes`; a tile to `smem_order` too. The tiles leave
    room for a few mbarriers at head dim 128, and for 500 bytes at 256. What `smem_bytes` forgets is refused only when
    the kernel is compiled ("fits no multiprocessor").
 3. Use it on both sides, in every step, also by warps that do not need the data. The producer's steps are those of
    `Producer.load_queries`, which all kernels share. The MMA warps' are `block`, `skip_block` and `release_block`
-   (narrow; the last one only for what comes in all `steps`), or `values_step` and `keys_step` (wide).
+   (narrow; the last one only for what comes in all `steps`), or `dV_step` and `dK_step` (wide).
 4. Run, compile and compare the kernels as CONTRIBUTING.md says ("Changes to kernels"). Plant faults in
    tests/protocol/faults.py, which the simulator must find: leave out each new wait and release. Planted faults quote
    the kernels; a test names those whose text has changed.
@@ -90,7 +90,7 @@ ITEM_WORDS = len(SavedItem._fields)
 BLOCK_WORDS = 4  # of a row of the table of query blocks, for each stage
 
 
-def split_rows(head_dim: int) -> bool:
+def dq_by_rows(head_dim: int) -> bool:
     """Whether the warp groups of the main kernel share the rows of dQ, and not its columns."""
     return head_dim == 64
 
@@ -239,7 +239,7 @@ class BackwardFrame:
 
     @property
     def staged_floats(self) -> int:
-        """Floats of shared memory in which dQ waits to be added up."""
+        """Floats in shared memory beside the 16-bit tiles: `sdQ` or `sParts`."""
         return 0
 
     @property
@@ -252,7 +252,7 @@ class BackwardFrame:
         """
         raise NotImplementedError
 
-    def first_block(self, item: Item) -> Int32:
+    def first_dq_block(self, item: Item) -> Int32:
         """This CTA adds nothing to dQ of the item's query blocks before this one."""
         return item.block_begin
 
@@ -448,7 +448,7 @@ class BackwardFrame:
             index = cute.arch.make_warp_uniform(load_of_cta(s.item + ITEM_WORDS, 0))
             item = Item.load(g.work, index, self.key_rank(), self.tile_n)
         if warp_idx == 3:
-            steps = [(item.block_end - begin) * heads_per_kv for begin in (self.first_block(item), item.block_begin)]
+            steps = [(item.block_end - begin) * heads_per_kv for begin in (self.first_dq_block(item), item.block_begin)]
             save_item(s, SavedItem(item.kv_head, item.key, item.key_end, item.partial, *steps))
         arrive_cluster(self.cluster)  # MMA warps await it in `await_keys`
         if warp_idx == 0:  # keys are this CTA's alone: their loads do not wait for the other CTAs
@@ -477,7 +477,7 @@ class BackwardFrame:
         if self.peer_columns:
             layouts["sK_peer"] = self.layout_peer_K
         smem = SmemAllocator()
-        tiles: dict[str, cute.Tensor | None] = {"sdQ": None, "sK_peer": None}
+        tiles: dict[str, cute.Tensor | None] = {"sK_peer": None, "sdQ": None, "sParts": None}
         blocks = None
         for name in self.smem_order:
             if name == "small":

@@ -27,7 +27,7 @@ from cute_kernels.abi import BlockFields, part_rows
 from cute_kernels.accumulator import gemm, part, round_to
 from cute_kernels.backward.arguments import Global, Item, Mask, ScoreOperands, Shared, Step
 from cute_kernels.backward.dq import NarrowDq, NarrowPipelines, StagedDq
-from cute_kernels.backward.frame import BackwardFrame, split_rows
+from cute_kernels.backward.frame import BackwardFrame, dq_by_rows
 from cute_kernels.backward.results import apply_mask, destination, saved
 from cute_kernels.backward.softcap import Softcap, slope_of, to_probabilities, to_tanh
 from cute_kernels.backward.stats import Statistics
@@ -86,7 +86,7 @@ class NarrowBackward(NarrowDq):
 
     @property
     def smem_order(self) -> tuple[str, ...]:
-        if split_rows(self.head_dim) or not self.staged_floats:  # the former 1 % faster so; the latter have no dQ
+        if dq_by_rows(self.head_dim) or not self.staged_floats:  # the former 1 % faster so; the latter have no dQ
             return "small", "sK", "sV", "sQ", "sdO", "sdS", "sdQ"
         return "sK", "sQ", "sV", "sdO", "sdS", "small", "sdQ"
 
@@ -96,12 +96,12 @@ class NarrowBackward(NarrowDq):
         dS = Signal.make(barriers, with_dq, producers=warps)
         dQ = StagedDq.make(barriers, self.warp_groups * with_dq, producers=4, consumers=1)
         Q, dO = self.row_pipelines(barriers)
-        return NarrowPipelines(K, V, Q, dO, dS, dQ)
+        return NarrowPipelines(K=K, V=V, Q=Q, dO=dO, dS=dS, dQ=dQ)
 
     # ---------------------------------------------------------------- the shape of products
     @property
-    def part(self) -> int:
-        """Sixteens of rows in a part of a block."""
+    def part_sixteens(self) -> int:
+        """Sixteens of rows in the first or the last part of a block (abi.part_rows)."""
         return part_rows(self.tile_m) // 16
 
     def mma_S(self) -> cute.TiledMma:
@@ -118,7 +118,7 @@ class NarrowBackward(NarrowDq):
         shape = (64, self.dq_rows)
         return hopper.make_trivial_tiled_mma(self.dtype, self.dtype, MN_major, K_major, Float32, (1, 1, 1), shape)
 
-    def first_block(self, item: Item) -> Int32:
+    def first_dq_block(self, item: Item) -> Int32:
         """The first query block to whose dQ the CTA adds. If deterministic, it adds zeros to all blocks of the item, as
         other CTAs wait for it to have added."""
         if self.deterministic or self.windowed:
@@ -177,7 +177,7 @@ class NarrowBackward(NarrowDq):
         if self.k_columns != D:
             layout = cute.tile_to_shape(self.row_atom(self.k_columns, D), (N, D), (0, 1))
             sK = cute.make_tensor(s.sK.iterator, layout.outer)
-        column_tile, rows_tile = (0, wg) if split_rows(D) else (wg, 0)
+        column_tile, rows_tile = (0, wg) if dq_by_rows(D) else (wg, 0)
         mma_S, mma_dKV, mma_dQ = self.mma_S(), self.mma_dKV(self.head_dim), self.mma_dQ()
         thr_S, thr_dKV, thr_dQ = mma_S.get_slice(0), mma_dKV.get_slice(0), mma_dQ.get_slice(0)
         sKt = cute.local_tile(self.transposed(s.sK), (64, N), (column_tile, 0))
@@ -188,8 +188,8 @@ class NarrowBackward(NarrowDq):
             tSrK=mma_S.make_fragment_A(thr_S.partition_A(cute.local_tile(sK, (64, D), (wg, 0)))),
             tdPrV=mma_S.make_fragment_A(thr_S.partition_A(cute.local_tile(s.sV, (64, D), (wg, 0)))),
             whole=self.score_operands(s, 0, whole),
-            first_rows=self.score_operands(s, 0, self.part),
-            last_rows=self.score_operands(s, whole - self.part, whole),
+            first_rows=self.score_operands(s, 0, self.part_sixteens),
+            last_rows=self.score_operands(s, whole - self.part_sixteens, whole),
             mma_dKV=mma_dKV,
             mma_dQ=mma_dQ,
             tdKrQ=mma_dKV.make_fragment_B(thr_dKV.partition_B(self.transposed(s.sQ))),
@@ -236,7 +236,7 @@ class NarrowBackward(NarrowDq):
         rows alone do, whole blocks, blocks whose last rows alone do, blocks that see no key, and last the blocks that
         see no key of the CTA, which only the other CTA of the cluster needs.
         """
-        first, end = self.first_block(item), item.block_end
+        first, end = self.first_dq_block(item), item.block_end
         m_block, h = end - 1, item.kv_head * heads_per_kv
         blocks = Walk.of(first, end, *visible, self.tile_m)
         # Steps go from the last block down, so a loop over steps ends where a run of blocks begins: `part_end` here is
@@ -333,7 +333,7 @@ class NarrowBackward(NarrowDq):
             self.issue_dP(p, x, step, acc_dP)
         warpgroup.wait_group(0)
         own = self.own_step(s, step)
-        if self.want_dp:  # acc_dP takes dS below
+        if self.want_dp:  # a copy, as acc_dP takes dS below
             for e in range(size):
                 dP[e] = acc_dP[e]
         self.contain_block(s, x, step, dP)
@@ -358,9 +358,9 @@ class NarrowBackward(NarrowDq):
                 mma_dKV, x.acc_dV, tdVrP, x.tdVrdO[None, None, None, stage.index], zero_init=False, k_offset=rows.begin
             )
         # (4) dQ^T = K^T dS^T of the step before, whose dS `write_dS` has waited for; in the first step, of whatever is
-        # in the buffer
+        # in the buffer. Of two buffers it is that of step `own` + 1 too (the DSL's remainder of -1 is -1).
         if self.want_dq:
-            acc_dQ = self.issue_dq(x, own + 1)
+            acc_dQ = self.issue_dq(x, (own + 1) % self.buffers)
             warpgroup.wait_group(1)  # dV
             p.dO.consumer_release(stage)
         # (5) dK += dS^T Q
@@ -411,7 +411,7 @@ class NarrowBackward(NarrowDq):
         self.contain_block(s, x, self.with_block(s, step), None)
         if self.want_dq:
             self.write_dS(p, x, None, own)
-            acc_dQ = self.issue_dq(x, own + 1)
+            acc_dQ = self.issue_dq(x, (own + 1) % self.buffers)
             warpgroup.wait_group(0)
             self.finish_previous_dq(p, x, acc_dQ, own)
         p.dO.consumer_release(stage)
@@ -468,20 +468,17 @@ class NarrowBackward(NarrowDq):
         cute.copy(copy, copy.get_slice(cute.arch.thread_idx()[0] % 128).retile(source), target)
         cute.arch.fence_view_async_shared()
 
-    def issue_dq(self, x: Operands, it: Int32) -> cute.Tensor:
-        """Issue dQ^T of the step whose dS is in the buffer of step `it`: `it` itself, or `it` - 2.
-
-        For the step before `it`, callers give `it` + 1: the DSL's remainder of -1 is -1.
-        """
+    def issue_dq(self, x: Operands, buffer: Int32) -> cute.Tensor:
+        """Issue dQ^T of the step whose dS is in `buffer`."""
         acc_dQ = cute.make_rmem_tensor(x.mma_dQ.partition_shape_C((64, self.dq_rows)), Float32)
-        gemm(x.mma_dQ, acc_dQ, x.tdQrK, x.tdQrdS[None, None, None, it % self.buffers], zero_init=True)
+        gemm(x.mma_dQ, acc_dQ, x.tdQrK, x.tdQrdS[None, None, None, buffer], zero_init=True)
         return acc_dQ
 
     def finish_last_dq(self, p: NarrowPipelines, x: Operands, it: Int32) -> None:
         """dQ of the last step, after the loop."""
         if self.want_dq:
             p.dS.wait(it)
-            acc_dQ = self.issue_dq(x, it)
+            acc_dQ = self.issue_dq(x, it % self.buffers)
             warpgroup.wait_group(0)
             self.stage_dq(p, x, acc_dQ, it)
 

@@ -174,7 +174,7 @@ class SplitBackward(WideBackward):
 
     @property
     def smem_order(self) -> tuple[str, ...]:
-        return "sK", "sV", "sQ", "sdO", "sdS", "small", "sdQ"
+        return "sK", "sV", "sQ", "sdO", "sdS", "small", "sParts"
 
     def pipelines(self, barriers: MbarrierAllocator) -> SplitPipelines:
         K, V = self.key_signals(barriers)
@@ -184,7 +184,9 @@ class SplitBackward(WideBackward):
         parts_S, parts_dP = [PartPipeline.make(barriers, 1, producers=4, consumers=4) for _ in range(2)]
         marks = Signal.make(barriers, 1, producers=1)
         Q, dO = self.row_pipelines(barriers)
-        return SplitPipelines(K, V, Q, dO, P, dS, dq_order, parts_S, parts_dP, marks)
+        return SplitPipelines(
+            K=K, V=V, Q=Q, dO=dO, P=P, dS=dS, dq_order=dq_order, parts_S=parts_S, parts_dP=parts_dP, marks=marks
+        )
 
     # ---------------------------------------------------------------- the warps beside the MMA warps
     @cute.jit
@@ -195,12 +197,12 @@ class SplitBackward(WideBackward):
             self.pass_dq_on(g, p, item, heads_per_kv)
 
     # ---------------------------------------------------------------- S and dP
-    def complete(self, acc: cute.Tensor, s: Shared, p: SplitPipelines, it: Int32, which: int) -> None:
+    def add_other_half(self, acc: cute.Tensor, s: Shared, p: SplitPipelines, it: Int32, which: int) -> None:
         """Send this CTA's part of S^T (0) or dP^T (1) to the other one, and add the other's part."""
         pipe, peer = (p.parts_S, p.parts_dP)[which], 1 - self.rank()
         stage, tid, chunks = pipe.stage(it), cute.arch.thread_idx()[0] % 128, cute.size(acc) // 4
         # As it lies in registers: a thread reads what the same thread of the other CTA has sent.
-        own = (s.sdQ.iterator + (which * (self.tile_n * self.tile_m) + tid * 4)).align(16)
+        own = (s.sParts.iterator + (which * (self.tile_n * self.tile_m) + tid * 4)).align(16)
         pipe.expect(stage, 16 * chunks * 32)
         pipe.producer_acquire(stage)
         for c in range(chunks):
@@ -262,7 +264,7 @@ class SplitBackward(WideBackward):
         """Both CTAs learn which keys `remove_from_keys` has marked in V of either, and whether it removed anything."""
         tid, lane, marks = cute.arch.thread_idx()[0] - 128, cute.arch.lane_idx(), p.marks
         peer = 1 - self.rank()  # here: in the branch below lanes would wait for lanes that are not in it
-        received = s.sdQ.iterator + 2 * self.tile_n * self.tile_m
+        received = s.sParts.iterator + 2 * self.tile_n * self.tile_m
         if tid < 32:
             with cute.arch.elect_one():
                 marks.full.expect(0, 4 * MARKS)

@@ -4,7 +4,7 @@ The first warp group makes S, P and dV of the CTA's 64 keys, the second one dP, 
 registers. They wait for each other's P and dS alone, and the tensor cores have the other one to work for meanwhile.
 Step `it` is as follows. The numbers are those of the products in `frame`; dQ' is dQ of step `it` - 1:
 
-    first: `values_step`, of dV                           second: `keys_step`, of dK
+    first: `dV_step`, of dV                           second: `dK_step`, of dK
     awaits Q; (1); makes P                                awaits Q and dO; (2)
     awaits dS of step `it` - 1; writes P                  awaits dS of step `it` - 1; (4) of dQ', own keys
     (4) of dQ', own keys; awaits peer_dS; peer's keys     releases dO; awaits P; writes dS
@@ -177,7 +177,7 @@ class WideBackward(BackwardFrame):
         dq_order = DqOrder.make(barriers, warps=4 * self.warp_groups)
         peer_dS = Signal.make(barriers, 3, producers=1)
         Q, dO = self.row_pipelines(barriers)
-        return WidePipelines(K, V, Q, dO, P, dS, dq_order, peer_dS)
+        return WidePipelines(K=K, V=V, Q=Q, dO=dO, P=P, dS=dS, dq_order=dq_order, peer_dS=peer_dS)
 
     # ---------------------------------------------------------------- the shape of products
     def mma_S(self) -> cute.TiledMma:
@@ -282,10 +282,10 @@ class WideBackward(BackwardFrame):
         values, keys = [x._replace(acc=y, dq=self.dq_operands(g, s, i, tid)) for i, y in enumerate((acc_dV, acc))]
         if wg == 0:
             of_S = values._replace(held=self.held(s.sK, tid))
-            self.loop(self.values_step, g, s, p, of_S, mask, item, heads_per_kv, first)
+            self.loop(self.dV_step, g, s, p, of_S, mask, item, heads_per_kv, first)
         else:
             of_dP = keys._replace(held=self.held(s.sV, tid))
-            self.loop(self.keys_step, g, s, p, of_dP, mask, item, heads_per_kv, first)
+            self.loop(self.dK_step, g, s, p, of_dP, mask, item, heads_per_kv, first)
 
         row = warp_id % 4 * 16 + lane // 4  # of this CTA's keys
         end = destination(s)
@@ -403,7 +403,7 @@ class WideBackward(BackwardFrame):
             index, mask = block_of_stage(s, mask, stage, self.key_rank)
         return Step(it, stage, p.dO.stage(it), mask, index, None, previous=previous)
 
-    def values_step(self, g: Global, s: Shared, p: WidePipelines, x: Operands, step: Step) -> None:
+    def dV_step(self, g: Global, s: Shared, p: WidePipelines, x: Operands, step: Step) -> None:
         """S, P and dV of a step; dQ of the step before. No product is in flight at either end."""
         it, stage, do_stage, previous = step.it, step.stage, step.do_stage, step.previous
         with_dq = self.want_dq and previous is not None
@@ -413,7 +413,7 @@ class WideBackward(BackwardFrame):
         lse = [] if self.capped else [x.stats.lse(stage.index)]
         self.issue_scores(acc_S, x, x.tSrK, x.tSrQ[None, None, None, stage.index], lse)
         warpgroup.wait_group(0)
-        self.complete(acc_S, s, p, it, 0)
+        self.add_other_half(acc_S, s, p, it, 0)
         tdVrP, passed = self.to_P(acc_S, s, x, step)
         if self.want_dp:
             if previous is not None:  # then the other warp group has read P of the step before
@@ -456,7 +456,7 @@ class WideBackward(BackwardFrame):
             round_to(part(acc_S, 8 * c, 8), part(tdVrP, 8 * c, 8))
         return tdVrP, tdVrP
 
-    def keys_step(self, g: Global, s: Shared, p: WidePipelines, x: Operands, step: Step) -> None:
+    def dK_step(self, g: Global, s: Shared, p: WidePipelines, x: Operands, step: Step) -> None:
         """dP, dS and dK of a step; dQ of the step before. No product is in flight at either end."""
         it, stage, do_stage, previous = step.it, step.stage, step.do_stage, step.previous
         with_dq = self.want_dq and previous is not None
@@ -474,7 +474,7 @@ class WideBackward(BackwardFrame):
         warpgroup.wait_group(1 if with_dq else 0)
         p.dO.consumer_release(do_stage)
         if self.want_dp:
-            self.complete(acc_dP, s, p, it, 1)
+            self.add_other_half(acc_dP, s, p, it, 1)
             p.P.wait(it)
             # The other warp group may still read Q for S, where such a row's P is infinite or 0.
             remove_from = ("Q",) if self.want_dk else ()
@@ -511,7 +511,7 @@ class WideBackward(BackwardFrame):
             addends = [(x.mma_S, keys, rows, HELD), *addends]
             gemm(self.mma_held(), acc, x.held, rows, zero_init=True, addends=addends)
 
-    def complete(self, acc: cute.Tensor, s: Shared, p: WidePipelines, it: Int32, which: int) -> None:
+    def add_other_half(self, acc: cute.Tensor, s: Shared, p: WidePipelines, it: Int32, which: int) -> None:
         """Add what other CTAs have of S^T (0) or dP^T (1) of step `it`: here nothing, see `split`."""
 
     def write_dS(self, x: Operands, tdKrdS: cute.Tensor, shape: cute.Shape, it: Int32) -> None:

@@ -13,7 +13,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from cute_kernels.accumulator import not_finite, remove_not_finite, words
-from cute_kernels.forward.frame import ForwardFrame, Global, Part, State
+from cute_kernels.forward.arguments import Global, Part, State
+from cute_kernels.forward.frame import ForwardFrame
 from cute_kernels.ptx import thread_here
 from cute_kernels.work import Mask
 

@@ -24,8 +24,9 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from cute_kernels.abi import WG_ROWS
 from cute_kernels.accumulator import column, gemm, reduce_tree, round_to, row_elements
+from cute_kernels.forward.arguments import Atoms, Global, Part, Pipelines, Rows, Shared, State, Thread
 from cute_kernels.forward.contain import Containment
-from cute_kernels.forward.frame import Atoms, ForwardFrame, Global, Part, Pipelines, Rows, Shared, State, Thread
+from cute_kernels.forward.frame import ForwardFrame
 from cute_kernels.forward.load import Producer
 from cute_kernels.forward.walk import Walk
 from cute_kernels.pipeline import Stage, WrappingPipeline

@@ -7,7 +7,8 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from cute_kernels.cluster import multicast
-from cute_kernels.forward.frame import Atoms, ForwardFrame, Global, Shared
+from cute_kernels.forward.arguments import Atoms, Global, Shared
+from cute_kernels.forward.frame import ForwardFrame
 from cute_kernels.forward.walk import Walk
 from cute_kernels.forward.walk import walk as walk_of_rows
 from cute_kernels.pipeline import WrappingPipeline

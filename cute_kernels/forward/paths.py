@@ -11,7 +11,8 @@ from cutlass import Int32
 
 from cute_kernels import fakes
 from cute_kernels.abi import PathFields
-from cute_kernels.forward.frame import Global, Items, Thread
+from cute_kernels.forward.arguments import Global, Thread
+from cute_kernels.forward.frame import Items
 from cute_kernels.forward.kernel import ForwardKernel
 from cute_kernels.forward.walk import Walk
 from cute_kernels.mask import PathBounds

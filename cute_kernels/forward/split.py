@@ -25,8 +25,7 @@ from cutlass.utils import SmemAllocator
 from cute_kernels.abi import WG_ROWS
 from cute_kernels.accumulator import gemm, round_to
 from cute_kernels.cluster import multicast
-from cute_kernels.forward.frame import (
-    RECOMPUTE_WORDS,
+from cute_kernels.forward.arguments import (
     Atoms,
     Global,
     Handed,
@@ -37,6 +36,7 @@ from cute_kernels.forward.frame import (
     State,
     Thread,
 )
+from cute_kernels.forward.frame import RECOMPUTE_WORDS
 from cute_kernels.forward.kernel import ForwardKernel, NamedBarrier
 from cute_kernels.forward.load import Producer
 from cute_kernels.forward.paths import PathItems

@@ -440,7 +440,7 @@ PLANTED = [
     one(
         "Q is loaded before its stage is released",
         FWD,
-        "forward/frame.py",
+        "forward/arguments.py",
         "        self.empty.wait(Stage(place, (self.part(count + 1, wg) // self.places + 1) % 2))\n",
         "",
     ),
