@@ -57,7 +57,7 @@ def compile_kernel(spec: KernelSpec, folder: Path) -> dict[str, Any]:
         "CUTE_DSL_COMPILER_OPT": "remarks{ptx}",
         "CUTE_DSL_KEEP_PTX": "1",
         "LC_ALL": "C",
-        "PYTHONPATH": os.pathsep.join([*chosen.path, *map(os.path.abspath, sys.path)]),
+        "PYTHONPATH": os.pathsep.join([*chosen.path, *(os.path.abspath(p) for p in sys.path if p)]),
     }
     worker = subprocess.run(
         [sys.executable, "-P", "-W", "ignore", "-m", "codegen.compile"],
@@ -110,8 +110,7 @@ def _kernel(spec: KernelSpec) -> Any:
     """The kernel object of a specification, which the DSL compiles."""
     import cutlass
 
-    modules = toolchain.MODULES[spec.operation]
-    module = importlib.import_module(f"cute_kernels.{modules[-1 if spec.head_dim > 256 else 0]}")
+    module = importlib.import_module(f"cute_kernels.{spec.operation}")
     dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[spec.dtype]
     tile = spec.to_dict()["tile"]
     more: dict[str, Any] = {"features": spec.features} if spec.features else {}
@@ -120,7 +119,7 @@ def _kernel(spec: KernelSpec) -> Any:
     if spec.operation in FORWARDS:
         kernel = {"fwd": "ForwardKernel", "fwd_paths": "PathForwardKernel"}[spec.operation]
         if spec.head_dim > 256:
-            kernel = f"Split{kernel}"
+            module, kernel = importlib.import_module("cute_kernels.fwd_split"), f"Split{kernel}"
         return getattr(module, kernel)(dtype, spec.head_dim, spec.packed_heads, **tile, **more)
     make = {
         "bwd_preprocess": "BackwardPreprocess",

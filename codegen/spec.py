@@ -31,7 +31,7 @@ GRADIENTS = ("qkv", "qk", "qv", "kv", "q", "k", "v")  # combinations that a back
 Tile = ForwardTile | BackwardTile | RowTile | PartialTile | DqTile
 AnyTile = TypeVar("AnyTile", bound=Tile)
 Features = Collection[str]  # names in FEATURES
-TILES: dict[str, type[Tile]] = {  # each operation's tile configuration; its kernels are in toolchain.MODULES
+TILES: dict[str, type[Tile]] = {  # each operation's tile configuration; its kernel is cute_kernels/<operation>.py
     "fwd": ForwardTile,
     "fwd_paths": ForwardTile,
     "bwd_preprocess": RowTile,

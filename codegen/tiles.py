@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from cute_kernels.abi import WG_ROWS, partial_floats, warp_group_tokens
 
 MAX_PACKED_HEADS = 16
-NARROW = 128  # largest head dim of cute_kernels.backward.narrow; see cute_kernels/backward/kernel.py
+NARROW = 128  # largest head dim whose backward is cute_kernels.bwd_narrow; beyond it is bwd_wide (cute_kernels/bwd.py)
 
 
 @dataclass(frozen=True)
 class ForwardTile:
-    """Tile of :class:`cute_kernels.forward.kernel.ForwardKernel`.
+    """Tile of :class:`cute_kernels.fwd.ForwardKernel`.
 
     Attributes:
         tile_n: keys a block.
@@ -168,7 +168,7 @@ def forward_tile(
 # ---------------------------------------------------------------- backward
 @dataclass(frozen=True)
 class BackwardTile:
-    """Tile of :class:`cute_kernels.backward.frame.BackwardFrame`.
+    """Tile of :class:`cute_kernels.bwd_frame.BackwardFrame`.
 
     Attributes:
         tile_m: packed rows a query block.
@@ -246,21 +246,21 @@ def backward_tile(
 
 @dataclass(frozen=True)
 class RowTile:
-    """Tile of :class:`cute_kernels.backward.preprocess.BackwardPreprocess`: `tile_m` as in :class:`BackwardTile`."""
+    """Tile of :class:`cute_kernels.bwd_preprocess.BackwardPreprocess`: `tile_m` as in the :class:`BackwardTile`."""
 
     tile_m: int
 
 
 @dataclass(frozen=True)
 class DqTile:
-    """Tile of :class:`cute_kernels.backward.postprocess.BackwardPostprocess`: `tile_m` as in :class:`BackwardTile`."""
+    """Tile of :class:`cute_kernels.bwd_postprocess.BackwardPostprocess`: `tile_m` as in the :class:`BackwardTile`."""
 
     tile_m: int
 
 
 @dataclass(frozen=True)
 class PartialTile:
-    """Tile of :class:`cute_kernels.backward.sum.PartialSum`: `tile_n` and `cluster` as in the :class:`BackwardTile`."""
+    """Tile of :class:`cute_kernels.bwd_sum.PartialSum`: `tile_n` and `cluster` as in the :class:`BackwardTile`."""
 
     tile_n: int
     cluster: int

@@ -260,15 +260,8 @@ def _distributions(name: str, root: Path | None) -> Iterable[importlib.metadata.
     return importlib.metadata.Distribution.discover(name=name, path=sys.path if root is None else [str(root)])
 
 
-# The modules of cute_kernels that have an operation's kernels: up to head dim 256 the first, beyond the last one.
-MODULES = {
-    "fwd": ("forward.kernel", "forward.split"),
-    "fwd_paths": ("forward.paths", "forward.split"),
-    "bwd_preprocess": ("backward.preprocess",),
-    "bwd": ("backward.kernel",),
-    "bwd_sum": ("backward.sum",),
-    "bwd_postprocess": ("backward.postprocess",),
-}
+# Modules of cute_kernels beside an operation's own, with its kernel of some head dims.
+ANOTHER_KERNEL = {"fwd": ("fwd_split",), "fwd_paths": ("fwd_split",)}
 
 
 @cache
@@ -309,8 +302,9 @@ def code(source: str, docstring: str = "") -> str:
 def sources(operation: str) -> dict[str, Path]:
     """An operation's sources by module: its kernel, what the kernel imports, and what chooses, compiles and links it.
 
-    The kernels are in :data:`MODULES`, and all import `cute_kernels/abi.py`. Besides the specification, a kernel's code
-    and the sizes of its host buffers depend on nothing else.
+    The kernel is in `cute_kernels/<operation>.py` or in :data:`ANOTHER_KERNEL`, and every kernel imports
+    `cute_kernels/abi.py`. Besides the specification, a kernel's code and the sizes of its host buffers depend on
+    nothing else.
     """
     found = importlib.util.find_spec("cute_kernels")
     if found is None or not found.submodule_search_locations:
@@ -318,7 +312,7 @@ def sources(operation: str) -> dict[str, Path]:
     root = Path(next(iter(found.submodule_search_locations)))
     names = {"codegen.compile": "compile.py", "codegen.spec": "spec.py", "codegen.runtime": "runtime.c"}
     sources = {name: Path(__file__).with_name(file) for name, file in names.items()}
-    wanted = ["cute_kernels", *(f"cute_kernels.{name}" for name in MODULES[operation])]
+    wanted = ["cute_kernels", *(f"cute_kernels.{name}" for name in (operation, *ANOTHER_KERNEL.get(operation, ())))]
     while wanted:
         name = wanted.pop()
         path = root.joinpath(*name.split(".")[1:]).with_suffix(".py") if "." in name else root / "__init__.py"

@@ -16,7 +16,6 @@ from cutlass.cute.nvgpu import warpgroup
 from cute_kernels.ptx import round_pair, zero_times
 
 Number = TypeVar("Number")
-Product = tuple[cute.TiledMma, cute.Tensor, cute.Tensor, int]  # mma, a, b, and the first sixteen of their columns
 
 
 def row_elements(acc: cute.Tensor, r: int) -> list[int]:
@@ -34,29 +33,27 @@ def gemm(
     acc: cute.Tensor,
     a: cute.Tensor,
     b: cute.Tensor,
-    *,
-    zero_init: bool,
-    k_offset: int = 0,
-    addends: Sequence[Product] = (),
+    zero: bool,
+    first: int = 0,
+    addends: Sequence[tuple[cute.TiledMma, cute.Tensor, cute.Tensor]] = (),
 ) -> None:
-    """Issue acc = a @ b^T (zero_init) or acc += a @ b^T as one wgmma group, and do not wait for it.
+    """Issue acc = a @ b^T (zero) or acc += a @ b^T as one wgmma group, and do not wait for it.
 
-    k_offset: the sixteen of b's columns that a's first one is multiplied with.
+    first: the sixteen of b's columns that a's first one is multiplied with.
     addends: further products (mma, a, b) that are added to acc.
     """
     warpgroup.fence()
-    _issue((mma, a, b, 0), acc, zero_init, k_offset)
-    for product in addends:
-        _issue(product, acc, False, 0)
+    _issue(mma, acc, a, b, zero, first)
+    for added_mma, added_a, added_b in addends:
+        _issue(added_mma, acc, added_a, added_b, False, 0)
     warpgroup.commit_group()
 
 
-def _issue(product: Product, acc: cute.Tensor, zero_init: bool, k_offset: int) -> None:
-    mma, a, b, begin = product
+def _issue(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, zero: bool, first: int) -> None:
     atom = cute.make_mma_atom(mma.op)  # a fresh one: its accumulate flag is mutable
-    for k in range(begin, cute.size(a, mode=[2])):
-        atom.set(warpgroup.Field.ACCUMULATE, not (zero_init and k == begin))
-        cute.gemm(atom, acc, a[None, None, k], b[None, None, k_offset + k], acc)
+    for k in range(cute.size(a, mode=[2])):
+        atom.set(warpgroup.Field.ACCUMULATE, not (zero and k == 0))
+        cute.gemm(atom, acc, a[None, None, k], b[None, None, first + k], acc)
 
 
 def part(x: cute.Tensor, first: int, count: int) -> cute.Tensor:

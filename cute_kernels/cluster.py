@@ -16,43 +16,41 @@ def check_smem(needed: int, configuration: str) -> None:
         raise ValueError(f"{configuration} need {needed} bytes of shared memory, a CTA has {SMEM_BYTES}")
 
 
-def rank_in(cluster: int) -> Int32:
-    """This CTA's number in its cluster. By all lanes of a warp together: one that is in a branch without the others
-    would wait for them there."""
-    return Int32(0) if cluster == 1 else cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+class Clustered:
+    """A kernel of clusters of `cluster` CTAs."""
 
+    cluster: int
 
-def sync_cluster(cluster: int) -> None:
-    arrive_cluster(cluster)
-    await_cluster(cluster)
+    def rank(self) -> Int32:
+        """This CTA's number in its cluster. By all lanes of a warp together: one that is in a branch without the others
+        would wait for them there."""
+        return Int32(0) if self.cluster == 1 else cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
 
+    def sync_cluster(self) -> None:
+        self.arrive_cluster()
+        self.await_cluster()
 
-def arrive_cluster(cluster: int) -> None:
-    """The first half of `sync_cluster`. A thread may do between the halves what needs no other thread."""
-    if cluster > 1:
-        cute.arch.cluster_arrive()
+    def arrive_cluster(self) -> None:
+        """The first half of `sync_cluster`. A thread may do between the halves what needs no other thread."""
+        if self.cluster > 1:
+            cute.arch.cluster_arrive()
 
+    def await_cluster(self) -> None:
+        if self.cluster == 1:
+            cute.arch.sync_threads()
+        else:
+            cute.arch.cluster_wait()
 
-def await_cluster(cluster: int) -> None:
-    if cluster == 1:
-        cute.arch.sync_threads()
-    else:
-        cute.arch.cluster_wait()
+    def multicast(
+        self, atom: cute.CopyAtom, block: cute.Tensor, shared: cute.Tensor, pipeline: Pipeline, stage: Stage
+    ) -> None:
+        """Copy a block of a tensor in global memory into a stage of every CTA of the cluster: each copies its part.
 
-
-def multicast(
-    cluster: int, atom: cute.CopyAtom, block: cute.Tensor, shared: cute.Tensor, pipeline: Pipeline, stage: Stage
-) -> None:
-    """Copy a block of a tensor in global memory into a stage of every CTA of the cluster: each copies its part.
-
-    shared: the tiles of all stages, (rows, columns, stages).
-    """
-    tile, source = cpasync.tma_partition(
-        atom,
-        rank_in(cluster),
-        cute.make_layout(cluster),
-        cute.group_modes(shared, 0, 2),
-        cute.group_modes(block, 0, 2),
-    )
-    mask = {} if cluster == 1 else {"mcast_mask": cutlass.Int16((1 << cluster) - 1)}
-    cute.copy(atom, source, tile[None, stage.index], tma_bar_ptr=pipeline.full[stage.index], **mask)
+        shared: the tiles of all stages, (rows, columns, stages).
+        """
+        ctas = cute.make_layout(self.cluster)
+        tile, source = cpasync.tma_partition(
+            atom, self.rank(), ctas, cute.group_modes(shared, 0, 2), cute.group_modes(block, 0, 2)
+        )
+        mask = {} if self.cluster == 1 else {"mcast_mask": cutlass.Int16((1 << self.cluster) - 1)}
+        cute.copy(atom, source, tile[None, stage.index], tma_bar_ptr=pipeline.full[stage.index], **mask)

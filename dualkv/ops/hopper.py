@@ -38,7 +38,7 @@ from dualkv.segments import Segments
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 CAPABILITY = (9, 0)
-RECOMPUTE_MARKS = 2016  # of a cluster of the forward: 32 * RECOMPUTE_WORDS (cute_kernels/forward/frame.py)
+RECOMPUTE_MARKS = 2016  # of a cluster of the forward: 32 * RECOMPUTE_WORDS (cute_kernels/fwd_frame.py)
 
 
 # ---------------------------------------------------------------- which calls

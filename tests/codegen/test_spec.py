@@ -147,7 +147,7 @@ def test_parts_of_the_gradients_have_the_kernels_that_they_need():
 def test_sources_are_what_python_imports(operation):
     """The sources are found without `ast`, which may raise where two threads parse at once."""
     sources = toolchain.sources(operation)
-    modules = toolchain.MODULES[operation]
+    modules = operation, *toolchain.ANOTHER_KERNEL.get(operation, ())
     needed = {"cute_kernels", *(f"cute_kernels.{module}" for module in modules)}
     for path in (path for name, path in sources.items() if not name.startswith("codegen.")):
         for node in ast.walk(ast.parse(path.read_text())):

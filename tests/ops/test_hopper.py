@@ -427,7 +427,7 @@ def test_by_segment_no_tiles_share_a_mark_for_the_recompute_pass(launches, monke
 
 
 def test_the_host_counts_as_many_marks_as_the_kernel_has():
-    source = (ROOT / "cute_kernels" / "forward" / "frame.py").read_text()
+    source = (ROOT / "cute_kernels" / "fwd_frame.py").read_text()
     (words,) = re.findall(r"^RECOMPUTE_WORDS = (\d+)", source, re.MULTILINE)
     assert 32 * int(words) == hopper.RECOMPUTE_MARKS
 

@@ -183,7 +183,7 @@ def make_rmem_tensor(shape: Any, dtype: Any) -> Frag:
 class Mma:
     def __init__(self, *args: Any) -> None:
         shape = next(x for x in reversed(args) if isinstance(x, tuple))
-        self.shape, self.op, self.in_registers = shape, self, "RMEM" in args
+        self.shape, self.op = shape, self
 
     def get_slice(self, _: Any) -> Mma:
         return self
@@ -191,10 +191,7 @@ class Mma:
     def partition_A(self, x: Any) -> Any:
         return x
 
-    partition_B = make_fragment_B = partition_A
-
-    def make_fragment_A(self, x: Any) -> Any:
-        return Frag(x.element_type, product(x.shape) // 128) if self.in_registers else x
+    partition_B = make_fragment_A = make_fragment_B = partition_A
 
     def partition_shape_A(self, shape: tuple[int, int]) -> int:
         return shape[0] * shape[1] // 128
@@ -524,7 +521,7 @@ def stand_ins() -> dict[str, types.ModuleType]:
     same = lambda x=None, *_, **__: x  # noqa: E731
     nothing = lambda *_, **__: None  # noqa: E731
     kinds = types.SimpleNamespace
-    warp = _module("warp", LdMatrix8x8x16bOp=nothing, StMatrix8x8x16bOp=nothing)
+    warp = _module("warp", StMatrix8x8x16bOp=nothing)
     warpgroup = _module(
         "warpgroup", fence=whole_warp("a product"),
         commit_group=whole_warp("a product", lambda: Now.machine.commit_products()),
@@ -573,13 +570,13 @@ def stand_ins() -> dict[str, types.ModuleType]:
     nvgpu = _module("cutlass.cute.nvgpu", cpasync=cpasync, warp=warp, warpgroup=warpgroup)
     runtime = _module("cutlass.cute.runtime", make_fake_stream=nothing, make_fake_tensor=nothing)
     cute = _module(
-        "cutlass.cute", arch=arch, nvgpu=nvgpu, runtime=runtime, Pointer=Pointer, Tensor=object, TiledMma=object,
-        jit=same, kernel=Kernel,
+        "cutlass.cute", arch=arch, nvgpu=nvgpu, runtime=runtime, Pointer=Pointer, Tensor=object, jit=same,
+        kernel=Kernel,
         math=kinds(exp2=unknown, log=unknown, log2=unknown), autovec_copy=autovec_copy, copy=copy, gemm=issue,
         composition=lambda x, _: x, domain_offset=domain_offset, group_modes=same, local_tile=local_tile,
         make_composed_layout=lambda _, __, layout: layout, make_copy_atom=nothing, make_layout=Layout,
         make_mma_atom=MmaAtom, make_rmem_tensor=make_rmem_tensor, make_swizzle=nothing, make_tensor=make_tensor,
-        make_tiled_copy_A=TiledCopy, make_tiled_copy_C=TiledCopy, rank=lambda x: len(x.shape), recast_ptr=recast_ptr,
+        make_tiled_copy_C=TiledCopy, rank=lambda x: len(x.shape), recast_ptr=recast_ptr,
         recast_tensor=recast_tensor, select=select, size=size, tile_to_shape=lambda _, shape, __: Layout(shape),
     )  # fmt: skip
 

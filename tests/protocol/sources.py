@@ -16,21 +16,13 @@ from typing import Any
 from tests.protocol import lanes
 from tests.protocol.dsl import stand_ins
 
-PACKAGE = Path(__file__).parents[2] / "cute_kernels"
-
-MODULES = {  # what `kernels` gives, by the names of their operations
-    "pipeline": "pipeline",
-    "bwd": "backward.kernel",
-    "fwd": "forward.kernel",
-    "fwd_paths": "forward.paths",
-    "fwd_split": "forward.split",
-}
+ROOT = Path(__file__).parents[2]
 
 # Functions whose loops go over elements that are all alike here: of these loops the first round is enough. They may
 # synchronize nothing.
 ALIKE = {
     "accumulator.py": ("round_to", "not_finite", "remove_not_finite"),
-    "backward/contain.py": (
+    "bwd_contain.py": (
         "add_not_finite",
         "mark_keys",
         "not_finite",
@@ -38,9 +30,9 @@ ALIKE = {
         "row_not_finite",
         "zero_hidden",
     ),
-    "backward/results.py": ("apply_mask", "store_partial", "store_rows"),
-    "backward/window.py": ("hide",),
-    "forward/contain.py": ("add_not_finite", "contain", "is_broken"),
+    "bwd_results.py": ("mask", "store_partial", "store_rows"),
+    "bwd_window.py": ("hide",),
+    "fwd_contain.py": ("add_not_finite", "contain", "is_broken"),
     "mask.py": ("apply", "keep_before", "keep_from"),
     "softmax.py": ("online_softmax", "fixed_softmax", "half_softmax", "rescale", "normalize", "cap"),
 }
@@ -130,18 +122,12 @@ class Rewrite(ast.NodeTransformer):
 
 @functools.lru_cache(maxsize=256)
 def compiled(path: Path, text: str) -> types.CodeType:
-    rewrite = Rewrite(ALIKE.get(path.relative_to(PACKAGE).as_posix(), ()))
+    rewrite = Rewrite(ALIKE.get(path.name, ()))
     tree = ast.fix_missing_locations(rewrite.visit(ast.parse(text)))
     if rewrite.left:
-        raise ValueError(f"{path} has no {rewrite.left}")
+        raise ValueError(f"{path.name} has no {rewrite.left}")
     code: types.CodeType = compile(tree, str(path), "exec", __future__.annotations.compiler_flag)
     return code
-
-
-def file_of(name: str) -> Path:
-    """Find the file of a module of `cute_kernels`."""
-    path = PACKAGE.joinpath(*name.split(".")[1:])
-    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 class Sources:
@@ -154,17 +140,18 @@ class Sources:
     def find_spec(self, name: str, _: Any = None, __: Any = None) -> ModuleSpec | None:
         if name != "cute_kernels" and not name.startswith("cute_kernels."):
             return None
-        return ModuleSpec(name, self, is_package=file_of(name).name == "__init__.py")  # type: ignore[arg-type]
+        return ModuleSpec(name, self, is_package=name == "cute_kernels")  # type: ignore[arg-type]
 
     def create_module(self, _: ModuleSpec) -> None:
         return None
 
     def exec_module(self, module: types.ModuleType) -> None:
-        path = file_of(module.__name__)
+        name = module.__name__
+        path = ROOT / "cute_kernels" / ("__init__.py" if name == "cute_kernels" else f"{name.split('.')[1]}.py")
         text = path.read_text()
         for edit in self.edits:
             file, old, new = edit
-            if file == path.relative_to(PACKAGE).as_posix():
+            if file == path.name:
                 if text.count(old) != 1:
                     raise ValueError(f"{file} has {text.count(old)} times what is to be replaced once: {old!r}")
                 text = text.replace(old, new)
@@ -187,7 +174,8 @@ def kernels(*edits: tuple[str, str, str]) -> types.SimpleNamespace:
     sys.modules.update(stand_ins())
     sys.meta_path.insert(0, sources)  # type: ignore[arg-type]
     try:
-        found = {name: importlib.import_module(f"cute_kernels.{module}") for name, module in MODULES.items()}
+        names = "pipeline", "bwd", "fwd", "fwd_paths", "fwd_split"
+        found = {name: importlib.import_module(f"cute_kernels.{name}") for name in names}
     finally:
         sys.meta_path.remove(sources)  # type: ignore[arg-type]
         for name in ours():

@@ -94,9 +94,6 @@ def _report(case: str, block: list[str]) -> Report:
 
 
 def short(symbol: str) -> str:
-    """`bwd_narrow.NarrowBackward` of a kernel's symbol: the direction, the module and the class."""
-    match = re.search(r"cute_kernels_?((?:forward|backward)?)_?([a-z_0-9]+)([A-Z]\w*?)_object_at", symbol)
-    if not match:
-        return symbol[:40]
-    direction = {"forward": "fwd_", "backward": "bwd_"}.get(match[1], "")  # records have symbols of flat modules too
-    return f"{direction}{match[2]}.{match[3]}"
+    """`bwd_narrow.NarrowBackward` of a kernel's symbol."""
+    match = re.search(r"cute_kernels(?:_?)([a-z_0-9]+)([A-Z]\w*?)_object_at", symbol)
+    return f"{match[1]}.{match[2]}" if match else symbol[:40]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from codegen.tiles import BACKWARD_TILES, FEW_KEYS_TILES, FORWARD_TILES, BackwardTile, backward_tile
 from cute_kernels.abi import LOCKS, MAX_ROWS, part_rows
 from cute_kernels.abi import BackwardFields as items
-from cute_kernels.backward.walk import Walk, first_block
+from cute_kernels.bwd_walk import Walk, first_block
 from dualkv import Layout
 from dualkv.bench.workloads import NAMED, parse
 from dualkv.ops import hopper

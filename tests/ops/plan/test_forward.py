@@ -10,9 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from codegen.tiles import FORWARD_TILES, HEAD_DIMS, MAX_PACKED_HEADS, forward_tile
+from cute_kernels import fwd_walk
 from cute_kernels.abi import MAX_ROWS
 from cute_kernels.abi import ForwardFields as items
-from cute_kernels.forward.walk import walk as walk_of_rows
 from dualkv.ops.plan import forward as plan_forward
 from dualkv.ops.plan.forward import L2_ROWS, forward_work, segment_begin
 from tests.ops.plan.walked import before_queries, drawn, rule, segments
@@ -68,7 +68,7 @@ def walk_of(item, begin, first, last, tile_n):
         context_blocks=context, own_masked=item[items.OWN_MASKED], masked=masked, straddles=straddles,
     )  # fmt: skip
     begins = (begin[first], begin[last]) if straddles else (item[items.OWN_BEGIN],) * 2
-    return walk_of_rows(tile, first, last, *begins)
+    return fwd_walk.walk(tile, first, last, *begins)
 
 
 def walk(seg, tile, heads):

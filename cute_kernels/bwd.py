@@ -1,17 +1,17 @@
 """Attention backward on Hopper: the main kernel of each head dim, and its place among the launches.
 
-preprocess    dpsum and the statistics of each query block; dQ zeroed beyond head dim 128
-kernel        dK and dV (of split items: partial sums of them), dQ added up in fp32
-sum           dK and dV of split items
-postprocess   dQ
+bwd_preprocess    dpsum and the statistics of each query block; dQ zeroed beyond head dim 128
+bwd               dK and dV (of split items: partial sums of them), dQ added up in fp32
+bwd_sum           dK and dV of split items
+bwd_postprocess   dQ
 """
 
 import cutlass
 
-from cute_kernels.backward.frame import BackwardFrame
-from cute_kernels.backward.narrow import NarrowBackward
-from cute_kernels.backward.split import SplitBackward
-from cute_kernels.backward.wide import WideBackward
+from cute_kernels.bwd_frame import BackwardFrame
+from cute_kernels.bwd_narrow import NarrowBackward
+from cute_kernels.bwd_split import SplitBackward
+from cute_kernels.bwd_wide import WideBackward
 
 
 def backward_kernel(

@@ -1,6 +1,6 @@
 """Attention forward on Hopper over packed groups: one launch for a whole micro-batch. Here is what warp groups compute.
 
-A warp group walks the blocks that its rows see (walk.py), in one stretch or two, and skips the others. Softmax does
+A warp group walks the blocks that its rows see (fwd_walk.py), in one stretch or two, and skips the others. Softmax does
 not care about order: a tile's blocks that need the mask come first, then the unmasked loop.
 
 The unmasked loop does not update the row maximum. Each row keeps the reference maximum of the blocks up to the block
@@ -13,8 +13,7 @@ then goes on to the last block. So every result is exact.
 
 import math
 import operator
-from enum import IntEnum
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -24,11 +23,10 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from cute_kernels.abi import WG_ROWS
 from cute_kernels.accumulator import column, gemm, reduce_tree, round_to, row_elements
-from cute_kernels.forward.arguments import Atoms, Global, Part, Pipelines, Rows, Shared, State, Thread
-from cute_kernels.forward.contain import Containment
-from cute_kernels.forward.frame import ForwardFrame
-from cute_kernels.forward.load import Producer
-from cute_kernels.forward.walk import Walk
+from cute_kernels.fwd_contain import ForwardContainment
+from cute_kernels.fwd_frame import Atoms, Global, Part, Pipelines, Rows, Shared, State, Thread
+from cute_kernels.fwd_load import ForwardLoads
+from cute_kernels.fwd_walk import Walk
 from cute_kernels.pipeline import Stage, WrappingPipeline
 from cute_kernels.softmax import (
     FIRST_MAX,
@@ -41,14 +39,9 @@ from cute_kernels.softmax import (
     online_softmax,
     rescale,
 )
-from cute_kernels.work import Mask
+from cute_kernels.work import AnyTile, Mask
 
-
-class NamedBarrier(IntEnum):
-    """The named barriers of the MMA warps (0 is __syncthreads)."""
-
-    WARP_GROUP = 1  # and the next ones, one a warp group: it has written zeros to a stage of V, or is done with Q or O
-    SAME_ROWS = 3  # head dim 512: both warp groups of 64 rows have written what they hand over, or are done with Q or O
+BAR_WG = 1  # named barriers, one a warp group (0 is __syncthreads)
 
 
 class Stretch(NamedTuple):
@@ -60,18 +53,10 @@ class Stretch(NamedTuple):
     own: Int32  # masked blocks with keys from this one on take maxima: the own key of each row is in one of them
 
 
-class ForwardKernel(ForwardFrame):
+class ForwardKernel(ForwardLoads, ForwardContainment):
     """The forward; arguments and errors as of :class:`ForwardFrame`."""
 
     source_of_P = warpgroup.OperandSource.RMEM
-    producer_class: ClassVar[type[Producer]] = Producer
-
-    def load(self, atoms: Atoms, g: Global, s: Shared, warp_idx: Int32) -> None:
-        self.producer_class(self).load(atoms, g, s, warp_idx)
-
-    @property
-    def containment(self) -> Containment:
-        return Containment(self)
 
     # ---------------------------------------------------------------- products
     def mma_qk(self, keys: int | None = None) -> cute.TiledMma:
@@ -94,10 +79,10 @@ class ForwardKernel(ForwardFrame):
         """The state before the first block of a tile, whose Q is in `place`."""
         mma_qk, mma_pv = self.mma_qk(), self.mma_pv()
         thr_pv = mma_pv.get_slice(0)
-        sVt = cute.make_tensor(s.sV.iterator, cute.select(s.sV.layout, mode=[1, 0, 2]))  # (Dv, N, stages)
+        sVt = cute.make_tensor(s.V.iterator, cute.select(s.V.layout, mode=[1, 0, 2]))  # (Dv, N, stages)
         rows = Rows(*[cute.make_rmem_tensor(2, t) for t in (Int32, Float32, Float32, Float32)])
-        tSrQ = self.operand_Q(mma_qk, s.sQ, place)
-        tSrK = self.operand_K(mma_qk, s.sK, wg)
+        tSrQ = self.operand_Q(mma_qk, s.Q, place)
+        tSrK = self.operand_K(mma_qk, s.K, wg)
         tOrP = self.operand_P(mma_pv, s)
         tOrV = mma_pv.make_fragment_B(thr_pv.partition_B(sVt))
         acc_O = cute.make_rmem_tensor(mma_pv.partition_shape_C((WG_ROWS, self.v_columns)), Float32)
@@ -105,7 +90,7 @@ class ForwardKernel(ForwardFrame):
             registers.fill(initial)
         scale_log2, cap_factor = self.scale(g) * math.log2(math.e), self.cap_factor(g)
         operands, of_scores = (tSrQ, tSrK, tOrP, tOrV), (g.bounds, scale_log2, cap_factor)
-        return State(*operands, acc_O, rows, s.sV, s.pipes, *of_scores, wg, s.handed)
+        return State(*operands, acc_O, rows, s.V, s.pipes, *of_scores, wg, s.handed)
 
     def operand_Q(self, mma_qk: cute.TiledMma, sQ: cute.Tensor, place: Int32) -> cute.Tensor:
         """`State.tSrQ`"""
@@ -176,14 +161,18 @@ class ForwardKernel(ForwardFrame):
         normalize(state.acc_O, state.rows.max, state.rows.sum, state.rows.scale, self.scale(g), sinks)
         if not self.fits(state, part):
             self.request_recompute(s.recompute, n)
-        self.store(state.acc_O, state.rows.scale, atoms.O, g, self.output_tile(s.sQ[None, None, place]), part)
+        self.store(state.acc_O, state.rows.scale, atoms.O, g, self.output_tile(s.Q[None, None, place]), part)
         return it
 
     def read_part(self, g: Global, s: Shared, place: Int32, thread: Thread) -> tuple[Part, Walk]:
         """Read what the producer stored beside Q: the warp group's part of a tile, and the blocks that it walks."""
         item = s.item[None, place]
-        tile, first_head = self.items.tile(g, item), item[self.items.num_fields]
-        return Part(tile, first_head, thread), self.items.walk(tile, item, thread)
+        tile, first_head = self.tile(g, item), item[self.num_fields]
+        return Part(tile, first_head, thread), self.part_walk(tile, item, thread)
+
+    def part_walk(self, tile: AnyTile, item: cute.Tensor, thread: Thread) -> Walk:
+        """The blocks that the warp group walks, of an item in shared memory."""
+        return Walk(*[item[j] for j in range(self.num_fields + 1, self.item_fields)])
 
     @cute.jit
     def release_previous_Q(self, s: Shared, count: Int32, thread: Thread) -> None:
@@ -225,17 +214,17 @@ class ForwardKernel(ForwardFrame):
         mask = tile.mask(begin)
         self.first_block(state, mask, rescale_O, it)
         self.clear_hidden(state, mask, it)
-        self.containment.contain(g, part, state, mask, blocks.own < 0, it)
+        self.contain(g, part, state, mask, blocks.own < 0, it)
         if begin + 1 < end:
             self.compiler_fence(K, K.next(it))
-        for n_block in cutlass.range(begin + 1, cutlass.min(blocks.masked, end), 1, unroll=1):
-            mask = tile.mask(n_block)
+        for i in cutlass.range(begin + 1, cutlass.min(blocks.masked, end), 1, unroll=1):
+            mask = tile.mask(i)
             takes_max = cutlass.min(mask.key_row + self.tile_n, mask.limit) > blocks.own
-            it = self.masked_block(state, mask, takes_max, n_block + 1 < end, it)
+            it = self.masked_block(state, mask, takes_max, i + 1 < end, it)
             self.clear_hidden(state, mask, it)
-            self.containment.contain(g, part, state, mask, (blocks.own < 0) & (n_block < tile.masked), it)
-        for n_block in cutlass.range(cutlass.max(blocks.masked, begin + 1), end, 1, unroll=1):
-            it = self.whole_block(state, n_block + 1 < end, it)
+            self.contain(g, part, state, mask, (blocks.own < 0) & (i < tile.masked), it)
+        for i in cutlass.range(cutlass.max(blocks.masked, begin + 1), end, 1, unroll=1):
+            it = self.whole_block(state, i + 1 < end, it)
         return self.last_block(state, it)
 
     @cute.jit
@@ -244,7 +233,7 @@ class ForwardKernel(ForwardFrame):
         rows, K = state.rows, state.pipes.K
         acc_S, stage = self.accumulator_S(), K.stage(it)
         K.consumer_wait(stage)
-        gemm(self.mma_qk(), acc_S, state.tSrQ, state.tSrK[None, None, None, stage.index], zero_init=True)
+        gemm(self.mma_qk(), acc_S, state.tSrQ, state.tSrK[None, None, None, stage.index], True)
         warpgroup.wait_group(0)
         K.consumer_release(stage, sync_warp=False)
         self.cap(acc_S, state)
@@ -313,7 +302,7 @@ class ForwardKernel(ForwardFrame):
         V = state.pipes.V
         stage = V.stage(it)
         V.consumer_wait(stage)
-        gemm(self.mma_pv(), state.acc_O, state.tOrP, state.tOrV[None, None, None, stage.index], zero_init=False)
+        gemm(self.mma_pv(), state.acc_O, state.tOrP, state.tOrV[None, None, None, stage.index], False)
         warpgroup.wait_group(0)
         V.consumer_release(stage, sync_warp=False)
         return V.next(it)
@@ -328,9 +317,9 @@ class ForwardKernel(ForwardFrame):
         v_stage, k_stage = V.stage(it), K.stage(K.next(it))
         if not self.fence_softmax:  # else compiler_fence has waited
             K.consumer_wait(k_stage)
-        gemm(self.mma_qk(), acc_S, state.tSrQ, state.tSrK[None, None, None, k_stage.index], zero_init=True)
+        gemm(self.mma_qk(), acc_S, state.tSrQ, state.tSrK[None, None, None, k_stage.index], True)
         V.consumer_wait(v_stage)
-        gemm(self.mma_pv(), state.acc_O, state.tOrP, state.tOrV[None, None, None, v_stage.index], zero_init=False)
+        gemm(self.mma_pv(), state.acc_O, state.tOrP, state.tOrV[None, None, None, v_stage.index], False)
         warpgroup.wait_group(1)
         K.consumer_release(k_stage, sync_warp=False)
 
@@ -388,7 +377,7 @@ class ForwardKernel(ForwardFrame):
 
     def sync_warp_group(self, wg: Int32) -> None:
         """Wait for all warps of a warp group."""
-        cute.arch.barrier(barrier_id=NamedBarrier.WARP_GROUP + wg, number_of_threads=128)
+        cute.arch.barrier(barrier_id=BAR_WG + wg, number_of_threads=128)
 
     def stage_of_V(self, V: WrappingPipeline, it: Int32, wg: Int32) -> Stage:
         """The stage with the columns of V of block `it` that a warp group takes."""
@@ -434,7 +423,7 @@ class ForwardKernel(ForwardFrame):
             cute.arch.fence_view_async_shared()
             self.sync_rows(wg)
             if self.stores_O(part.thread):
-                box = self.box(g.mO, self.head_dim_v, part.first_head, token)
+                box = self.box(g.O, self.head_dim_v, part.first_head, token)
                 tOs, tOg = self.partition(tma_O, sO, self.head_dim_v, box)
                 cute.copy(tma_O, tOs, tOg)
                 cute.arch.cp_async_bulk_commit_group()
@@ -443,13 +432,13 @@ class ForwardKernel(ForwardFrame):
             head, row = self.head(part, r), self.token(part, r)
             if self.in_use(part, r):
                 if self.writes_lse(part.thread, lane):
-                    g.mLSE[head, row] = row_lse[r]
+                    g.lse[head, row] = row_lse[r]
                 if not whole:
                     # From the thread's first pair on: addresses of all its pairs would stay in registers throughout.
                     first = columns * (self.v_columns // 2) + lane % 4
-                    pairs = cute.domain_offset((first,), g.mO_pairs[row, head, None])
+                    pairs = cute.domain_offset((first,), g.pairs[row, head, None])
                     for e in row_elements(acc_O, r)[::2]:
-                        if column(e) // 2 < g.mO_pairs.shape[2] - first:
+                        if column(e) // 2 < g.pairs.shape[2] - first:
                             pairs[column(e) // 2] = values[e // 2]
 
     def sync_rows(self, wg: Int32) -> None:

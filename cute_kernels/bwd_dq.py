@@ -7,9 +7,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.abi import BlockFields
-from cute_kernels.backward.arguments import BackwardPipelines, Global, Item, Shared
-from cute_kernels.backward.frame import BackwardFrame, dq_by_rows
-from cute_kernels.backward.window import is_own, turn
+from cute_kernels.bwd_arguments import BackwardPipelines, Global, Item, Shared
+from cute_kernels.bwd_frame import BackwardFrame, split_rows
 from cute_kernels.pipeline import Pipeline, Signal, Stage
 from cute_kernels.ptx import (
     bulk_add,
@@ -49,17 +48,17 @@ class NarrowPipelines(BackwardPipelines):
 
 
 class NarrowDq(BackwardFrame):
-    """The warps beside the producer of :class:`cute_kernels.backward.narrow.NarrowBackward`, which add dQ up."""
+    """A mixin of :class:`cute_kernels.bwd_narrow.NarrowBackward`: it adds dQ up."""
 
     @property
     def dq_warps(self) -> list[int]:
         """The number of warps of each warp group that hold columns of dQ."""
-        return [4, 4 if dq_by_rows(self.head_dim) else self.head_dim // 16 - 4]
+        return [4, 4 if split_rows(self.head_dim) else self.head_dim // 16 - 4]
 
     @property
     def dq_rows(self) -> int:
         """Rows of dQ (columns of the product) a warp group."""
-        return self.tile_m // 2 if dq_by_rows(self.head_dim) else self.tile_m
+        return self.tile_m // 2 if split_rows(self.head_dim) else self.tile_m
 
     @property
     def dq_chunks(self) -> int:
@@ -94,9 +93,9 @@ class NarrowDq(BackwardFrame):
         """
         m_block, h = item.block_end - 1, item.kv_head * heads_per_kv
         own = Int32(0)  # steps so far in which this CTA makes dQ, with a window
-        for it in cutlass.range(0, (item.block_end - self.first_dq_block(item)) * heads_per_kv, 1, unroll=1):
+        for it in cutlass.range(0, (item.block_end - self.first_block(item)) * heads_per_kv, 1, unroll=1):
             if const_expr(self.windowed):
-                if is_own(g.blocks[m_block, BlockFields.FLAGS], self.rank()):
+                if self.is_own(g.blocks[m_block, BlockFields.FLAGS], self.rank()):
                     self.add_dq_block(g, s, p, item, own, m_block, h, wg)
                     own += 1
             else:
@@ -110,16 +109,16 @@ class NarrowDq(BackwardFrame):
     ) -> None:  # fmt: skip
         """`add_dq` of one step. m_block: with a window the row of the table, else the query block."""
         first, num_bytes = 4 * wg * self.dq_warp_floats, 4 * self.dq_warps[wg] * self.dq_warp_floats
-        source, num_blocks = s.sdQ.iterator + first, g.stats.shape[1]
+        source, num_blocks = s.dQ.iterator + first, g.stats.shape[1]
         row, rank = m_block, self.rank()
         if const_expr(self.windowed):
             m_block = g.blocks[row, BlockFields.M_BLOCK]
-        target = self.dq_block(g.mdQ_acc.iterator, num_blocks, m_block, h) + first
+        target = self.dq_block(g.dq_acc.iterator, num_blocks, m_block, h) + first
         stage = p.dQ.stage_of_warp_group(it, wg)
         if const_expr(self.deterministic):
             lock = self.lock_of(g, m_block, h, wg)
             if const_expr(self.windowed):
-                before = turn(g, row, self.rank)
+                before = self.turn(g, row)
             else:
                 before = item.predecessors(m_block) * self.cluster
                 if const_expr(self.cluster == 2):
@@ -165,9 +164,9 @@ class NarrowDq(BackwardFrame):
         zeros = cute.make_rmem_tensor(4, Float32)
         zeros.fill(0.0)
         own = Int32(0)
-        for it in cutlass.range(0, (item.block_end - self.first_dq_block(item)) * heads_per_kv, 1, unroll=1):
+        for it in cutlass.range(0, (item.block_end - self.first_block(item)) * heads_per_kv, 1, unroll=1):
             if const_expr(self.windowed):
-                if is_own(g.blocks[m_block, BlockFields.FLAGS], self.rank()):
+                if self.is_own(g.blocks[m_block, BlockFields.FLAGS], self.rank()):
                     self.clear_dq_block(g, s, own, g.blocks[m_block, BlockFields.M_BLOCK], h, zeros)
                     own += 1
             else:
@@ -189,7 +188,7 @@ class NarrowDq(BackwardFrame):
                 state = Int32(cute.arch.atomic_cas(lock, cmp=Int32(0), val=Int32(CLAIMED), sem="relaxed", scope="gpu"))
         if cute.arch.shuffle_sync(state, 0) == 0:
             quads = self.tile_m * self.head_dim // 128  # a lane
-            block = (self.dq_block(g.mdQ_acc.iterator, num_blocks, m_block, h) + lane * 4).align(16)
+            block = (self.dq_block(g.dq_acc.iterator, num_blocks, m_block, h) + lane * 4).align(16)
             dst = cute.make_tensor(block, cute.make_layout((4, quads), stride=(1, 128)))
             for i in cutlass.range(0, quads, 1, unroll=8):
                 cute.autovec_copy(zeros, dst[None, i])

@@ -1,6 +1,6 @@
 """Softcapping in the backward: scores are cap * tanh(softmax_scale * S / cap), and dS gets the factor 1 - tanh^2.
 
-The tensor cores cannot subtract lse from S here (stats), as tanh comes between: threads read lse of their rows from
+The tensor cores cannot subtract lse from S here (bwd_stats), as tanh comes between: threads read lse of their rows from
 the statistics in shared memory.
 """
 

@@ -1,50 +1,43 @@
 """The producer warp of the forward: Q of a tile with its work item, then K and V block by block."""
 
-from dataclasses import dataclass
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from cute_kernels.cluster import multicast
-from cute_kernels.forward.arguments import Atoms, Global, Shared
-from cute_kernels.forward.frame import ForwardFrame
-from cute_kernels.forward.walk import Walk
-from cute_kernels.forward.walk import walk as walk_of_rows
+from cute_kernels import fwd_walk
+from cute_kernels.fwd_frame import Atoms, ForwardFrame, Global, Shared
+from cute_kernels.fwd_walk import Walk
 from cute_kernels.pipeline import WrappingPipeline
 from cute_kernels.work import AnyTile, first_and_step
 
 EVICT_FIRST = 0x12F0000000000000  # cache policy of a TMA copy, as CUTLASS's TMA::CacheHintSm90 has it
 
 
-@dataclass(frozen=True)
-class Producer:
-    """The producer warp of a kernel."""
-
-    kernel: ForwardFrame
+class ForwardLoads(ForwardFrame):
+    """A mixin of :class:`cute_kernels.fwd.ForwardKernel`: the producer warp."""
 
     @cute.jit
     def load(self, atoms: Atoms, g: Global, s: Shared, warp_idx: Int32) -> None:
         """Warp 0 is the producer; the other warps only take part at the end of a pass."""
-        it, count, num_items = Int32(0), Int32(0), self.kernel.num_items(g)
-        first, step = first_and_step(self.kernel.cluster)
+        it, count, num_items = Int32(0), Int32(0), self.num_items(g)
+        first, step = first_and_step(self.cluster)
         field = self.read_item(g, first)
         for recompute in cutlass.range(2, unroll=1):
             if warp_idx == 0:
                 for n in cutlass.range(0, num_items, 1, unroll=1):
-                    if self.kernel.is_due(s.recompute, n, recompute):
+                    if self.is_due(s.recompute, n, recompute):
                         if recompute != 0:
                             field = self.read_item(g, first + n * step)
                         following = cutlass.min(first + (n + 1) * step, g.schedule.shape[0] - 1)
                         it, field = self.load_item(atoms, g, s, field, following, it, count)
                         count += 1
-            num_items = self.kernel.end_pass(s)
+            num_items = self.end_pass(s)
 
     @cute.jit
     def read_item(self, g: Global, item: Int32) -> Int32:
         """An item, one field a lane: its tile's fields, then its first head. Two loads, one after the other."""
         lane, field = cute.arch.lane_idx(), g.schedule[item, 1]
-        if lane < self.kernel.items.num_fields:
+        if lane < self.num_fields:
             field = g.work[g.schedule[item, 0], lane]
         return field
 
@@ -61,20 +54,19 @@ class Producer:
 
         Returns the use of the next item's first block, and the field of `following`.
         """
-        items = self.kernel.items
-        *fields, first_head = [cute.arch.shuffle_sync(field, j) for j in (*range(items.tile_fields), items.num_fields)]
-        tile, kv_head = items.tile(g, fields), first_head // g.heads_per_kv
-        K = atoms.K, g.mK[None, None, kv_head], s.sK, s.pipes.K
-        V = atoms.V, g.mV[None, None, kv_head], s.sV, s.pipes.V
+        *fields, first_head = [cute.arch.shuffle_sync(field, j) for j in (*range(self.tile_fields), self.num_fields)]
+        tile, kv_head = self.tile(g, fields), first_head // g.heads_per_kv
+        K = atoms.K, g.K[None, None, kv_head], s.K, s.pipes.K
+        V = atoms.V, g.V[None, None, kv_head], s.V, s.pipes.V
         keys, previous = s.pipes.K, tile.key_row(Int32(0))
         self.load_block(*K, previous, it)
         # The last warp groups' places, if they are not two a warp group, are free only when the first ones begin this
         # tile, which then find their first blocks there.
-        early = self.kernel.q_places - self.kernel.warp_groups
+        early = self.q_places - self.warp_groups
         for wg in cutlass.range_constexpr(early):
             self.load_queries(atoms, g, s, tile, first_head, field, wg, count)
         begin = Int32(1)
-        if const_expr(early < self.kernel.warp_groups):
+        if const_expr(early < self.warp_groups):
             if tile.blocks > 1:
                 row = tile.key_row(Int32(1))
                 self.load_block(*K, row, keys.next(it))
@@ -82,7 +74,7 @@ class Producer:
                 previous = row
                 it = keys.next(it)
             begin = Int32(2)
-            for wg in cutlass.range_constexpr(early, self.kernel.warp_groups):
+            for wg in cutlass.range_constexpr(early, self.warp_groups):
                 self.load_queries(atoms, g, s, tile, first_head, field, wg, count)
         field = self.read_item(g, following)
         for i in cutlass.range(begin, tile.blocks, 1, unroll=1):  # K is a block ahead of V, as the MMA warps use them
@@ -109,19 +101,19 @@ class Producer:
         """A warp group's Q, and the item with the blocks that it walks."""
         lane, item = cute.arch.lane_idx(), s.item
         stage, place = s.pipes.Q.producer_acquire(count, wg)
-        first, last = self.kernel.first_token(tile, wg), self.kernel.last_token(tile, wg)
-        box = self.kernel.box(g.mQ, self.kernel.head_dim, first_head, first)
-        tQs, tQg = self.kernel.partition(atoms.Q, s.sQ[None, None, place], self.kernel.head_dim, box)
+        first, last = self.first_token(tile, wg), self.last_token(tile, wg)
+        box = self.box(g.Q, self.head_dim, first_head, first)
+        tQs, tQg = self.partition(atoms.Q, s.Q[None, None, place], self.head_dim, box)
         read_once = cutlass.Int64(EVICT_FIRST)  # keys, which other CTAs read too, stay in L2
         cute.copy(atoms.Q, tQg, tQs, tma_bar_ptr=s.pipes.Q.full[stage.index], cache_policy=read_once)
-        if lane <= self.kernel.items.num_fields:
+        if lane <= self.num_fields:
             item[lane, place] = field
-        if const_expr(self.kernel.items.finds_walks):
+        if const_expr(self.finds_walks):
             with cute.arch.elect_one():
                 for j, value in enumerate(self.walk(g, tile, first, last)):
-                    item[self.kernel.items.num_fields + 1 + j, place] = value
+                    item[self.num_fields + 1 + j, place] = value
         cute.arch.sync_warp()
-        s.pipes.Q.producer_expect(stage, self.kernel.rows_wg * self.kernel.head_dim * 2)
+        s.pipes.Q.producer_expect(stage, self.rows_wg * self.head_dim * 2)
 
     @cute.jit
     def walk(self, g: Global, tile: AnyTile, first: Int32, last: Int32) -> Walk:
@@ -129,7 +121,7 @@ class Producer:
         first_begin, last_begin = tile.own_begin, tile.own_begin
         if tile.straddles:
             first_begin, last_begin = g.bounds[cutlass.min(first, last)], g.bounds[last]
-        return walk_of_rows(tile, first, last, first_begin, last_begin)
+        return fwd_walk.walk(tile, first, last, first_begin, last_begin)
 
     def load_block(
         self,
@@ -144,6 +136,6 @@ class Producer:
         stage = pipeline.stage(it)
         pipeline.producer_acquire(stage)
         columns = cute.size(shared, mode=[1])
-        pipeline.producer_expect(stage, self.kernel.tile_n * columns * 2)
-        block = cute.local_tile(cute.domain_offset((row, 0), x), (self.kernel.tile_n, columns), (0, 0))
-        multicast(self.kernel.cluster, atom, block, shared, pipeline, stage)
+        pipeline.producer_expect(stage, self.tile_n * columns * 2)
+        block = cute.local_tile(cute.domain_offset((row, 0), x), (self.tile_n, columns), (0, 0))
+        self.multicast(atom, block, shared, pipeline, stage)

@@ -1,16 +1,14 @@
 """Attention backward on Hopper over packed groups: what every head dim shares (signature, set-up, warps' roles).
 
 A CTA owns a block of keys of one KV head and walks over its query heads and their blocks of query rows:
-    (1) S = Q K^T - lse / scale    P = exp2(scale_log2 * S)    (3) dV += P^T dO
-    (2) dP = dO V^T - dpsum        dS = P * dP                 (4) dQ += dS K, a step later, in global memory, fp32
-                                                               (5) dK += dS^T Q
+    S = Q K^T - lse / scale    P = exp2(scale_log2 * S)         dV += P^T dO
+    dP = dO V^T - dpsum        dS = P * dP                      dK += dS^T Q    dQ += dS K  (in global memory, fp32)
 dK and dV stay in fp32 registers until the end, so a group's heads and queries are summed without atomics and in a fixed
 order. The CTAs of a cluster own neighbouring key blocks; each loads a part of every Q and dO block and multicasts it.
 Products are transposed: rows of S^T and dP^T are keys, rows of dQ^T columns of the head dim.
-`narrow` (up to head dim 128), `wide` (192, also with values of 128, and 256) and `split` (512) say how products are
-laid out. In names, keys are K and V (`load_keys`) or dK and dV (`store_keys`), and rows are Q and dO (`load_rows`).
+`bwd_narrow` (up to head dim 128) and `bwd_wide` (192, also with values of 128, and 256) say how products are laid out.
 
-A CTA has three warp groups. Warp 0 is the producer (load), warps 1 to 3 assist with dQ, and the other two warp
+A CTA has three warp groups. Warp 0 is the producer (bwd_load), warps 1 to 3 assist with dQ, and the other two warp
 groups, warps 4 to 11 (`warp_id` 0 to 7), are the consumers, which issue the products (MMA warps). All of them go
 through the same sequence of steps: step `it` is one block of query rows of one head. In the narrow kernel the last
 steps may be those of the cluster's other CTA alone: Q and dO come in all `steps`, dS and dQ end after this CTA's
@@ -24,7 +22,7 @@ empty barriers; "held up by" names what keeps its producer from running ahead:
             statistics
     both    dO            narrow 2,   the producer, and bytes        8 MMA warps of every CTA of the cluster
                           wide 1
-    narrow  dS            1           8 MMA warps                    (the same barrier: dq.NarrowPipelines says why)
+    narrow  dS            1           8 MMA warps                    (the same barrier: NarrowPipelines says why)
     narrow  dQ            1 a warp    4 MMA warps of the warp group  the warp that adds this part up (1 or 2)
                           group
     wide    P             1           4 MMA warps of the first one   (held up by dS: WidePipelines says why)
@@ -32,31 +30,27 @@ empty barriers; "held up by" names what keeps its producer from running ahead:
     wide    peer_dS       3           warp 3, and bytes of the peer  (held up by dO; of 96 rows by Q too)
     wide    dq_order      2           see DqOrder; if deterministic
 
-`split` says what it has instead of peer_dS. Besides, warps wait at the cluster's barrier (set-up and end); at named
-barriers of the MMA warps, where these remove NaN and infinity (contain); for words in global memory (`locks`), which
-say that dQ is cleared or whose turn it is to add; and warp 3 for warp 1 (narrow, `dq_progress`), only so that it does
-not clear too far ahead.
+Besides, warps wait at the cluster's barrier (set-up and end); at named barriers of the MMA warps, where these remove
+NaN and infinity (bwd_contain); for words in global memory (`locks`), which say that dQ is cleared or whose turn it is
+to add; and warp 3 for warp 1 (narrow, `dq_progress`), only so that it does not clear too far ahead.
 
-To add a pipeline:
+A pipeline is declared in `pipelines`, as a field of the kernel's `...Pipelines`, which also numbers its mbarriers. To
+add one:
 
-1. Declare it in `pipelines`, which also numbers its mbarriers, as a field of the kernel's `...Pipelines` (of `narrow`:
-   in `dq`) or, where all kernels have it, of `arguments.BackwardPipelines`. `split` inherits the steps of `wide`, so
-   its `...Pipelines` needs the field too. A pipeline that some gradients do not need has 0 stages for them, as dS and
-   dQ of the narrow kernel.
-2. Add what it protects to `arguments.Shared`, `allocate` and `smem_bytes`; a tile to `smem_order` too. The tiles leave
-   room for a few mbarriers at head dim 128, and for 500 bytes at 256. What `smem_bytes` forgets is refused only when
-   the kernel is compiled ("fits no multiprocessor").
+1. Declare it there. One that some gradients do not need has 0 stages for them, as dS and dQ of the narrow kernel.
+2. Add what it protects to `Shared`, `smem_order`, `allocate` and `smem_bytes`. At head dims 128 and 256 the tiles leave
+   room for a few mbarriers only. What `smem_bytes` forgets is not refused when the kernel is compiled; `dualkv
+   precompile` then shows 0 in the column CTA/SM.
 3. Use it on both sides, in every step, also by warps that do not need the data. The producer's steps are those of
-   `Producer.load_queries`, which all kernels share. The MMA warps' are `block`, `skip_block` and `release_block`
-   (narrow; the last one only for what comes in all `steps`), or `dV_step` and `dK_step` (wide).
-4. Run, compile and compare the kernels as CONTRIBUTING.md says ("Changes to kernels"). Plant faults in
-   tests/protocol/faults.py, which the simulator must find: leave out each new wait and release. Planted faults quote
-   the kernels; a test names those whose text has changed.
+   `Producer.load_queries`, which both kernels share. The MMA warps' are `block`, `skip_block` and `release_block`
+   (narrow; the last one only for what comes in all `steps`), or `values_step` and `keys_step` (wide).
+4. Run, compile and compare the kernels as CONTRIBUTING.md says ("Changes to kernels"), and plant faults in
+   tests/protocol/faults.py, which the simulator must find.
 """
 
 import math
-from typing import ClassVar
 
+import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
@@ -67,22 +61,12 @@ from cutlass.utils import LayoutEnum, SmemAllocator
 from cute_kernels import fakes
 from cute_kernels.abi import LOCKS, STAT_COLUMNS, BlockFields, partial_floats
 from cute_kernels.abi import BackwardFields as items
-from cute_kernels.backward.arguments import (
-    Arguments,
-    BackwardPipelines,
-    Global,
-    Item,
-    Load,
-    Loads,
-    Mask,
-    SavedItem,
-    Shared,
-)
-from cute_kernels.backward.contain import Containment
-from cute_kernels.backward.load import Producer
-from cute_kernels.backward.results import Destination, as_pairs, save_item, store_partial, store_rows
-from cute_kernels.backward.stats import KEYS_BYTES, by_block, fake_stats, fill_keys
-from cute_kernels.cluster import arrive_cluster, await_cluster, check_smem, rank_in, sync_cluster
+from cute_kernels.bwd_arguments import BackwardPipelines, Global, Item, Load, Loads, Mask, SavedItem, Shared
+from cute_kernels.bwd_contain import BackwardContainment
+from cute_kernels.bwd_load import Producer
+from cute_kernels.bwd_results import Results, as_pairs
+from cute_kernels.bwd_stats import KEYS_BYTES, by_block, fake_stats, fill_keys
+from cute_kernels.cluster import check_smem
 from cute_kernels.pipeline import MbarrierAllocator, Pipeline, Signal, init_mbarriers
 from cute_kernels.ptx import load_of_cta, store_volatile
 
@@ -90,12 +74,12 @@ ITEM_WORDS = len(SavedItem._fields)
 BLOCK_WORDS = 4  # of a row of the table of query blocks, for each stage
 
 
-def dq_by_rows(head_dim: int) -> bool:
+def split_rows(head_dim: int) -> bool:
     """Whether the warp groups of the main kernel share the rows of dQ, and not its columns."""
     return head_dim == 64
 
 
-class BackwardFrame:
+class BackwardFrame(Producer, BackwardContainment, Results):
     """dK and dV (or their partial sums), and dQ added up in fp32. Runs between the preprocess and the postprocess.
 
     Compiled once for a dtype and native head dims; at run time any T, H, Hk (H a multiple), group count, strides, and
@@ -127,7 +111,7 @@ class BackwardFrame:
             softcap: fp32 above 0: scores are softcap * tanh(softmax_scale * S / softcap).
     q, k, v, dout, dk, dv: last dimension contiguous, base address and all strides multiples of 16 bytes (8 elements).
 
-    NaN and infinity stay with the pairs that see them: contain says how.
+    NaN and infinity stay with the pairs that see them: bwd_contain says how.
 
     Args:
         dtype: cutlass.BFloat16 or cutlass.Float16.
@@ -148,7 +132,6 @@ class BackwardFrame:
     HEAD_DIMS: tuple[int, ...]
     MIXED: tuple[tuple[int, int], ...] = ()  # head_dim and head_dim_v
     warp_groups = 2  # of MMA warps
-    producer_class: ClassVar[type[Producer]] = Producer
     flags_ahead = False  # with a window: MMA warps read the flags of the next step
     regs_load, regs_mma = 24, 240  # registers a thread of the first warp group, and of the MMA warps
 
@@ -184,7 +167,6 @@ class BackwardFrame:
         self.want_dp = self.want_dq or self.want_dk
         self.check_tile()
         self.divide()
-        self.producer, self.containment = self.producer_class(self), Containment(self)
         barriers = MbarrierAllocator()
         self.pipelines(barriers)
         self.num_bars = barriers.num_bars
@@ -202,14 +184,6 @@ class BackwardFrame:
     def dq_columns(self) -> int:
         """Columns of dQ in global memory."""
         return self.head_dim
-
-    def rank(self) -> Int32:
-        """See `cluster.rank_in`."""
-        return rank_in(self.cluster)
-
-    def key_rank(self) -> Int32:
-        """The number of this CTA's key block in its work item."""
-        return self.rank()
 
     @property
     def row_ctas(self) -> int:
@@ -239,7 +213,7 @@ class BackwardFrame:
 
     @property
     def staged_floats(self) -> int:
-        """Floats in shared memory beside the 16-bit tiles: `sdQ` or `sParts`."""
+        """Floats of shared memory in which dQ waits to be added up."""
         return 0
 
     @property
@@ -252,7 +226,7 @@ class BackwardFrame:
         """
         raise NotImplementedError
 
-    def first_dq_block(self, item: Item) -> Int32:
+    def first_block(self, item: Item) -> Int32:
         """This CTA adds nothing to dQ of the item's query blocks before this one."""
         return item.block_begin
 
@@ -349,39 +323,70 @@ class BackwardFrame:
 
     # ---------------------------------------------------------------- host side
     @cute.jit
-    def __call__(self, *arguments: object) -> None:
-        count = len(Arguments._fields)
-        x, left = Arguments(*arguments[:count]), iter(arguments[count:])
+    def __call__(
+        self,
+        q: cute.Tensor,  # (T, H, D)
+        k: cute.Tensor,  # (T, Hk, D)
+        v: cute.Tensor,  # (T, Hk, Dv)
+        dout: cute.Tensor,  # (T, H, Dv)
+        stats: cute.Tensor,  # (H, nm * M * STAT_COLUMNS)
+        dk: cute.Tensor,  # (T, Hk, D)
+        dv: cute.Tensor,  # (T, Hk, Dv)
+        dq_acc: cute.Tensor,  # (H * nm * M * head_dim)
+        partials: cute.Tensor,  # (n * partial_floats)
+        locks: cute.Tensor,  # (lock_words(H * nm))
+        work: cute.Tensor,  # (n, 11)
+        visible_end: cute.Tensor,  # (T)
+        softmax_scale: Float32,
+        stream: cuda.CUstream,
+        *features: object,
+    ) -> None:
+        left = iter(features)
         tables = [next(left) if self.windowed else None for _ in range(3)]
         cap = next(left) if self.capped else None
-        stats = by_block(x.stats, x.q.shape[0], self.tile_m)
-        dk = as_pairs(x.dk) if self.want_dk else x.dk
-        dv = as_pairs(x.dv) if self.want_dv else x.dv
-        g = Global(stats, dk, dv, x.dq_acc, x.partials, x.locks, x.work, x.visible_end, *tables, cap)
-        self.launch(x, g)
+        stats = by_block(stats, q.shape[0], self.tile_m)
+        g = Global(stats, dk, dv, dq_acc, partials, locks, work, visible_end, *tables, cap)
+        self.launch(q, k, v, dout, g, softmax_scale, stream)
 
-    def launch(self, x: Arguments, g: Global) -> None:
+    def launch(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        dout: cute.Tensor,
+        g: Global,
+        softmax_scale: Float32,
+        stream: cuda.CUstream,
+    ) -> None:
+        """The kernel. g: with dk and dv as they were given."""
         M, N = self.tile_m, self.tile_n
         load = cpasync.CopyBulkTensorTileG2SOp()
         load_rows = load if self.row_ctas == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
         Q, dO = [
-            Load(*cpasync.make_tiled_tma_atom(load_rows, self.by_head(tensor), layout, (M, columns), self.row_ctas))
-            for tensor, layout, columns in (
-                (x.q, cute.select(self.layout_Q(), mode=[0, 1]), self.head_dim),
-                (x.dout, cute.select(self.layout_dO(), mode=[0, 1]), self.head_dim_v),
+            Load(*cpasync.make_tiled_tma_atom(load_rows, self.by_head(x), layout, (M, columns), self.row_ctas))
+            for x, layout, columns in (
+                (q, cute.select(self.layout_Q(), mode=[0, 1]), self.head_dim),
+                (dout, cute.select(self.layout_dO(), mode=[0, 1]), self.head_dim_v),
             )
         ]
-        K = Load(*cpasync.make_tiled_tma_atom(load, self.by_head(x.k), self.layout_K(), (N, self.k_columns)))
+        K = Load(*cpasync.make_tiled_tma_atom(load, self.by_head(k), self.layout_K(), (N, self.k_columns)))
         peer_K = None
         if self.peer_columns:
             shape = (N, self.peer_columns)
-            peer_K = Load(*cpasync.make_tiled_tma_atom(load, self.by_head(x.k), self.layout_peer_K(), shape))
-        V = Load(*cpasync.make_tiled_tma_atom(load, self.by_head(x.v), self.layout_V(), (N, self.head_dim_v)))
-        self.kernel(Loads(Q, dO, K, V, peer_K), g, x.softmax_scale, x.q.shape[1] // x.k.shape[1]).launch(
+            peer_K = Load(*cpasync.make_tiled_tma_atom(load, self.by_head(k), self.layout_peer_K(), shape))
+        V = Load(*cpasync.make_tiled_tma_atom(load, self.by_head(v), self.layout_V(), (N, self.head_dim_v)))
+        dk = as_pairs(g.dk) if self.want_dk else g.dk
+        dv = as_pairs(g.dv) if self.want_dv else g.dv
+        self.kernel(
+            Loads(Q, dO, K, V, peer_K),
+            g._replace(dk=dk, dv=dv),
+            softmax_scale,
+            q.shape[1] // k.shape[1],
+        ).launch(
             grid=[g.work.shape[0] * self.cluster, 1, 1],
             block=[128 * (1 + self.warp_groups), 1, 1],
             cluster=[self.cluster, 1, 1],
-            stream=x.stream,
+            stream=stream,
             min_blocks_per_mp=1,
         )
 
@@ -444,40 +449,40 @@ class BackwardFrame:
             self.fill_keys(s)
             cute.arch.fence_view_async_shared()
         if const_expr(self.deterministic):
-            sync_cluster(self.cluster)  # the index is there
+            self.sync_cluster()  # the index is there
             index = cute.arch.make_warp_uniform(load_of_cta(s.item + ITEM_WORDS, 0))
             item = Item.load(g.work, index, self.key_rank(), self.tile_n)
         if warp_idx == 3:
-            steps = [(item.block_end - begin) * heads_per_kv for begin in (self.first_dq_block(item), item.block_begin)]
-            save_item(s, SavedItem(item.kv_head, item.key, item.key_end, item.partial, *steps))
-        arrive_cluster(self.cluster)  # MMA warps await it in `await_keys`
+            steps = [(item.block_end - begin) * heads_per_kv for begin in (self.first_block(item), item.block_begin)]
+            self.save_item(s, SavedItem(item.kv_head, item.key, item.key_end, item.partial, *steps))
+        self.arrive_cluster()
         if warp_idx == 0:  # keys are this CTA's alone: their loads do not wait for the other CTAs
-            self.producer.load_keys(loads, s, p, item)
+            self.load_keys(loads, s, p, item)
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.regs_load)
-            await_cluster(self.cluster)
+            self.await_cluster()
             if warp_idx == 0:
-                self.producer.load_queries(loads, g, s, p, item, heads_per_kv)
+                self.load_queries(loads, g, s, p, item, heads_per_kv)
             self.assist(g, s, p, item, heads_per_kv, warp_idx)
         else:
             cute.arch.setmaxregister_increase(self.regs_mma)
             self.mma(g, s, p, item, scale, heads_per_kv, warp_idx - 4)
         if const_expr(self.cluster > 1):
-            sync_cluster(self.cluster)  # no CTA leaves while its peer may still write into it
+            self.sync_cluster()  # no CTA leaves while its peer may still write into it
 
     def allocate(self) -> Shared:
         """Shared memory, in `smem_order`."""
         layouts = {
-            "sK": self.layout_K,
-            "sV": self.layout_V,
-            "sQ": self.layout_Q,
-            "sdO": self.layout_dO,
-            "sdS": self.layout_dS,
+            "K": self.layout_K,
+            "V": self.layout_V,
+            "Q": self.layout_Q,
+            "dO": self.layout_dO,
+            "dS": self.layout_dS,
         }
         if self.peer_columns:
-            layouts["sK_peer"] = self.layout_peer_K
+            layouts["peer_K"] = self.layout_peer_K
         smem = SmemAllocator()
-        tiles: dict[str, cute.Tensor | None] = {"sK_peer": None, "sdQ": None, "sParts": None}
+        tiles: dict[str, cute.Tensor | None] = {"dQ": None, "peer_K": None}
         blocks = None
         for name in self.smem_order:
             if name == "small":
@@ -535,48 +540,17 @@ class BackwardFrame:
 
     def await_keys(self, s: Shared, p: BackwardPipelines, mask: Mask) -> Mask:
         """Wait for the set-up of the cluster and for K and V. Returns the mask, of all blocks if keys are broken."""
-        await_cluster(self.cluster)
+        self.await_cluster()
         p.K.wait(0)
         if not self.want_dp:
             return mask
         p.V.wait(0)
-        return mask._replace(unmasked_begin=self.containment.remove_from_keys(s, mask.unmasked_begin))
+        return mask._replace(unmasked_begin=self.contain_keys(s, mask.unmasked_begin))
 
     def copy_of_dS(self) -> cute.TiledCopy:
         """The copy from the registers of an accumulator of S^T to shared memory, where keys are contiguous."""
         return cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype), self.mma_S())
 
-    # ---------------------------------------------------------------- dK and dV
-    @cute.jit
-    def store_keys(
-        self,
-        results: tuple[tuple[cute.Tensor, cute.Tensor, int], ...],
-        partials: cute.Tensor,
-        end: Destination,
-        row: Int32,
-        first_partial: Int64 | None = None,
-    ) -> None:
-        """Write dK and dV, or their partial sums where the item is split.
-
-        Args:
-            results: accumulators (64 keys x D or Dv), the tensors that they belong to, and 0 (dK) or 1 (dV).
-            row: the thread's keys are `row` and `row` + 8 of the CTA's.
-            first_partial: the result of :meth:`first_partial`; where it is not given, split items alone compute it.
-        """
-        size = self.tile_n * self.head_dim  # dV's sums lie behind those of dK
-        if end.partial < 0:
-            for acc, out, _ in results:
-                store_rows(acc, self.dtype, out, end.kv_head, end.key + row, end.key_end)
-        else:
-            first = self.first_partial(end.partial) if const_expr(first_partial is None) else first_partial
-            for acc, _, which in results:
-                store_partial(acc, partials.iterator + (first + which * size), row)
-
-    def first_partial(self, partial: Int32) -> Int64:
-        """The offset of this CTA's partial sums."""
-        return Int64(partial) * self.partial_floats() + self.rank() * (self.tile_n * (self.head_dim + self.head_dim_v))
-
-    # ---------------------------------------------------------------- query blocks
     @cute.jit
     def next_block(self, m_block: Int32, h: Int32, item: Item, heads_per_kv: Int32) -> tuple[Int32, Int32]:
         """Query block and head of the next step; see `Producer.load_queries`."""

@@ -1,60 +1,17 @@
 """The data that parts of the backward's main kernels hand to each other, bundled by the memory that holds it."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_kernels.abi import BackwardFields as items
-from cute_kernels.backward.stats import Statistics
-from cute_kernels.pipeline import Pipeline, Signal, Stage
-
-
-class Configuration(Protocol):
-    """The attributes of a main kernel that its producer and its containment read: see `frame.BackwardFrame`."""
-
-    dtype: type[cutlass.Numeric]
-    tile_m: int
-    tile_n: int
-    cluster: int
-    warp_groups: int
-    head_dim: int
-    head_dim_v: int
-    want_dq: bool
-    want_dp: bool
-    windowed: bool
-    flags_ahead: bool
-    k_columns: int
-    peer_columns: int
-    rank: Callable[[], Int32]
-    key_rank: Callable[[], Int32]
-    row_atom: Callable[..., cute.ComposedLayout]
+from cute_kernels.pipeline import Pipeline, Signal
 
 
 # ---------------------------------------------------------------- global memory
-class Arguments(NamedTuple):
-    """Arguments as they are passed, without features; see :class:`cute_kernels.backward.frame.BackwardFrame`."""
-
-    q: cute.Tensor  # (T, H, D)
-    k: cute.Tensor  # (T, Hk, D)
-    v: cute.Tensor  # (T, Hk, Dv)
-    dout: cute.Tensor  # (T, H, Dv)
-    stats: cute.Tensor  # (H, nm * M * STAT_COLUMNS)
-    dk: cute.Tensor  # (T, Hk, D)
-    dv: cute.Tensor  # (T, Hk, Dv)
-    dq_acc: cute.Tensor  # (H * nm * M * head_dim)
-    partials: cute.Tensor  # (n * partial_floats)
-    locks: cute.Tensor  # (lock_words(H * nm))
-    work: cute.Tensor  # (n, 11)
-    visible_end: cute.Tensor  # (T)
-    softmax_scale: Float32
-    stream: cuda.CUstream
-
-
 class Load(NamedTuple):
     """A copy by the copy engine (TMA), and the coordinates of its tensor in global memory."""
 
@@ -69,16 +26,16 @@ class Loads(NamedTuple):
     dO: Load  # (T, Dv, H)
     K: Load  # (T, D, Hk)
     V: Load  # (T, Dv, Hk)
-    peer_K: Load | None  # (T, D, Hk), head dims 192 and 256: K of the cluster's other CTA
+    peer_K: Load | None  # (T, D, Hk), beyond head dim 128: K of the cluster's other CTA
 
 
 class Global(NamedTuple):
     """Tensors in global memory."""
 
     stats: cute.Tensor  # (H, query blocks, M * STAT_COLUMNS)
-    mdK: cute.Tensor  # (T, Hk, D / 2) as pairs of elements in 32 bits
-    mdV: cute.Tensor  # (T, Hk, Dv / 2)
-    mdQ_acc: cute.Tensor  # (H * query blocks * M * D), sums of dQ
+    dk: cute.Tensor  # (T, Hk, D / 2) as pairs of elements in 32 bits
+    dv: cute.Tensor  # (T, Hk, Dv / 2)
+    dq_acc: cute.Tensor  # (H * query blocks * M * D), sums of dQ
     partials: cute.Tensor  # partial sums of dK and dV
     locks: cute.Tensor
     work: cute.Tensor  # (items, fields)
@@ -93,18 +50,17 @@ class Global(NamedTuple):
 class Shared(NamedTuple):
     """Tensors in shared memory, and words of 32 bits."""
 
-    sK: cute.Tensor  # (N, k_columns)
-    sV: cute.Tensor  # (N, Dv)
-    sQ: cute.Tensor  # (M, D, stages)
-    sdO: cute.Tensor  # (M, Dv, do_stages)
-    sdS: cute.Tensor  # (M, N, buffers); beyond head dim 128 the first buffer is P
-    sdQ: cute.Tensor | None  # (M * D) fp32, up to head dim 128: dQ on its way to global memory
-    sParts: cute.Tensor | None  # (2 * N * M + MARKS) fp32, head dim 512: see `split.SplitBackward.staged_floats`
-    sK_peer: cute.Tensor | None  # (N, peer_columns), head dims 192 and 256
+    K: cute.Tensor  # (N, k_columns)
+    V: cute.Tensor  # (N, Dv)
+    Q: cute.Tensor  # (M, D, stages)
+    dO: cute.Tensor  # (M, Dv, do_stages)
+    dS: cute.Tensor  # (M, N, buffers); beyond head dim 128 the first buffer is P
+    dQ: cute.Tensor | None  # (M * D), up to head dim 128: dQ on its way to global memory
+    peer_K: cute.Tensor | None  # (N, peer_columns), beyond
     stats: cute.Tensor  # (STAT_COLUMNS, M, stages): lse and dpsum of query rows
     stat_keys: cute.Pointer  # the keys' side of the products with them
     bars: cute.Pointer  # mbarriers, which belong to pipelines
-    dq_progress: cute.Pointer  # one word, up to head dim 128: the step whose dQ warp 1 has added last
+    dq_progress: cute.Pointer  # one word: the block whose dQ is being added up
     item: cute.Pointer  # words of SavedItem; if deterministic, then the item's index in `work`
     blocks: cute.Tensor | None  # (words, stages), with a window: fields of the query block whose Q is in a stage
 
@@ -179,38 +135,10 @@ class Mask(NamedTuple):
     several: Int32 | None = None
 
 
-class ScoreOperands(NamedTuple):
-    """S^T and dP^T of a part of the rows of a query block: the product, and its operands in shared memory."""
-
-    begin: int  # sixteens of rows [begin, end)
-    end: int
-    mma: cute.TiledMma
-    tSrQ: cute.Tensor  # (MMA, 1, D/16, stages)
-    tdPrdO: cute.Tensor  # (MMA, 1, D/16, stages)
-    stats: Statistics | None = None  # from `with_late_operands` on
-
-
-class Step(NamedTuple):
-    """A step of the MMA warps: one block of query rows of one head."""
-
-    it: Int32
-    stage: Stage  # of Q, and of the rows' statistics
-    do_stage: Stage
-    mask: Mask
-    m_block: Int32 | None  # None up to head dim 128 with a window
-    m0: Int32 | None  # the block's first row; None until it is needed, as no register is free for it
-    rows: ScoreOperands | None = None  # up to head dim 128: the rows that may see keys of the warp group; None: no rows
-    flags: Int32 | None = None  # up to head dim 128 with a window: see abi.BlockFields
-    previous: tuple[Int32, Int32] | None = None  # beyond: query block and head of the step before, if there was one
-
-    def with_m0(self, tile_m: int) -> "Step":
-        return self._replace(m0=self.m_block * tile_m)
-
-
 # ---------------------------------------------------------------- pipelines
 @dataclass(frozen=True)
 class BackwardPipelines:
-    """The mbarriers of a CTA that the main kernels have in common; `frame` lists all."""
+    """The mbarriers of a CTA that the main kernels have in common; `bwd_frame` lists all."""
 
     K: Signal
     V: Signal

@@ -1,8 +1,8 @@
-"""Attention forward on Hopper over packed groups: signature, set-up, pipelines and roles.
+"""Attention forward on Hopper over packed groups: arguments, shared memory, pipelines and roles.
 
 A cluster takes tiles: consecutive packed rows of one group with `packed_heads` query heads of one KV head, 64 rows
 (tokens x heads) a warp group. All its CTAs walk the same key blocks (work.py), so each loads a part of every block and
-multicasts it. `load` has what the producer warp does, `kernel` what the MMA warp groups compute.
+multicasts it. `fwd_load` has what the producer warp does, `fwd` what the MMA warp groups compute.
 
 Pipelines (pipeline.py), all filled by the producer warp, which has the copy engine bring the data:
 
@@ -12,13 +12,13 @@ Pipelines (pipeline.py), all filled by the producer warp, which has the copy eng
     K                     every MMA warp of the cluster           stages              1, 4 * warp_groups * cluster
     V                     every MMA warp of the cluster           stages              1, 4 * warp_groups * cluster
 
-Besides, warp groups meet at named barriers (kernel.NamedBarrier), and the cluster at its barrier after each pass.
+Besides, each warp group meets at a named barrier of its own (BAR_WG), and the cluster at its barrier after each pass.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -30,63 +30,191 @@ from cutlass.utils import LayoutEnum, SmemAllocator
 
 from cute_kernels import fakes
 from cute_kernels.abi import WG_ROWS, ForwardFields, warp_group_tokens
-from cute_kernels.cluster import SMEM_BYTES, check_smem, rank_in, sync_cluster
-from cute_kernels.forward.arguments import (
-    Arguments,
-    Atoms,
-    Features,
-    Global,
-    Handed,
-    Part,
-    Pipelines,
-    QueryPipeline,
-    Shared,
-    Thread,
-)
-from cute_kernels.forward.walk import Walk
+from cute_kernels.cluster import SMEM_BYTES, Clustered, check_smem
+from cute_kernels.fwd_walk import Walk
 from cute_kernels.mask import PathBounds
-from cute_kernels.pipeline import MbarrierAllocator, WrappingPipeline, init_mbarriers
+from cute_kernels.pipeline import MbarrierAllocator, Pipeline, Stage, WrappingPipeline, init_mbarriers
 from cute_kernels.work import AnyTile, Tile, first_and_step
 
 RECOMPUTE_WORDS = 63  # of 32 bits, one an item of the cluster; items beyond share bits with its first ones
 
 
-@dataclass(frozen=True)
-class Items:
-    """The work items of prompts with responses."""
+class Atoms(NamedTuple):
+    """Copies by the copy engine (TMA)."""
 
-    kernel: "ForwardFrame"
-    tile_fields: ClassVar[int] = ForwardFields.NUM_FIELDS
-    finds_walks: ClassVar[bool] = (
-        True  # the producer works out which blocks a warp group walks; else they are in `work`
-    )
-    num_tables: ClassVar[int] = 1  # arguments between `schedule` and `softmax_scale`
+    Q: cute.CopyAtom
+    K: cute.CopyAtom
+    V: cute.CopyAtom
+    O: cute.CopyAtom
+
+
+class Features(NamedTuple):
+    """Arguments of the kernel's features; None without the feature."""
+
+    first_key: cute.Tensor | None  # (T)
+    sinks: cute.Tensor | None  # (H)
+    softcap: Float32 | None
+
+
+class Arguments(NamedTuple):
+    """Tensors as they are passed; see :class:`ForwardFrame`."""
+
+    q: cute.Tensor  # (T, H, D)
+    k: cute.Tensor  # (T, Hk, D)
+    v: cute.Tensor  # (T, Hk, Dv)
+    out: cute.Tensor  # (T, H, Dv)
+    lse: cute.Tensor  # (H, T)
+    work: cute.Tensor  # (n, fields)
+    schedule: cute.Tensor  # (items, 2)
+    bounds: cute.Tensor | PathBounds  # what the mask reads: (T) segment_begin of rows, or the bounds of a path
+    regions: cute.Tensor | None  # (m, 2), of trees
+    features: Features
+
+
+class Global(NamedTuple):
+    """Tensors in global memory, Q to O as coordinates for the copy engine; and numbers."""
+
+    Q: cute.Tensor  # ((packed_heads, T), D, first heads)
+    K: cute.Tensor  # (T, D, Hk)
+    V: cute.Tensor  # (T, Dv, Hk)
+    O: cute.Tensor  # ((packed_heads, T), Dv, first heads)
+    v: cute.Tensor  # (T, Hk, Dv)
+    pairs: cute.Tensor  # (T, H, Dv / 2), out as pairs of elements in 32 bits
+    lse: cute.Tensor  # (H, T)
+    work: cute.Tensor  # (n, fields)
+    schedule: cute.Tensor  # (items, 2)
+    bounds: cute.Tensor | PathBounds  # see Arguments
+    regions: cute.Tensor | None
+    sinks: cute.Tensor | None  # (H)
+    softcap: Float32 | None
+    scale: Float32
+    heads_per_kv: Int32
+
+
+@dataclass(frozen=True)
+class QueryPipeline(Pipeline):
+    """Q and work item of each warp group's part of a tile.
+
+    O of a part takes the place of its Q until it is stored, so places are the stages of `empty`: parts take them in
+    turn, warp group by warp group and tile by tile. A warp group releases a part's place as it begins its next part,
+    and as it begins its first one, the place of a part before, which was never there. The stages of `full` are two for
+    each warp group, so that a warp group waits for every phase of its own ones.
+
+    Invariant: a place is loaded only after all warps of the warp group have read the Q and the item that were there, by
+    the barrier before O is written, and after the copy engine has read that O.
+    """
+
+    warp_groups: int = 1
 
     @property
-    def num_fields(self) -> int:
-        """Numbers of a work item: a tile's, and perhaps what its warp groups walk."""
-        return self.tile_fields
+    def places(self) -> int:
+        """The number of places, from `warp_groups` to twice as many."""
+        return self.empty.count
 
-    def fake_tables(self, rows: cute.SymInt) -> tuple[cute.Tensor, ...]:
-        """`work`, and the tables after `schedule`."""
-        return fakes.table(self.num_fields, align=16), fakes.flat(Int32, rows)
+    def part(self, count: Int32, wg: Int32 | int) -> Int32:
+        """Number of a warp group's part of the count-th tile, from 2 * places on."""
+        return 2 * self.places + count * self.warp_groups + wg
 
-    def bounds(
-        self, tables: Sequence[cute.Tensor], first_key: cute.Tensor | None
-    ) -> tuple[cute.Tensor | PathBounds, cute.Tensor | None]:
-        """`Arguments.bounds` and `Arguments.regions`."""
-        return tables[0], None
+    def place(self, count: Int32, wg: Int32 | int) -> Int32:
+        """The place of Q and the item of the count-th tile."""
+        return self.part(count, wg) % self.places
 
-    def tile(self, g: Global, fields: cute.Tensor | list[Int32]) -> AnyTile:
-        """The tile of a work item."""
-        return Tile.load(fields, self.kernel.tile_n)
+    def stage(self, count: Int32, wg: Int32 | int) -> Stage:
+        """The stage of `full` for the count-th tile."""
+        return Stage(count % 2 * self.warp_groups + wg, count // 2 % 2)
 
-    def walk(self, tile: AnyTile, item: cute.Tensor, thread: Thread) -> Walk:
-        """The blocks that the thread's warp group walks, of an item in shared memory."""
-        return Walk(*[item[j] for j in range(self.num_fields + 1, self.kernel.item_fields)])
+    def producer_acquire(self, count: Int32, wg: int) -> tuple[Stage, Int32]:
+        """Wait until the place for the count-th tile may be written. Returns the stage of `full`, and the place.
+
+        The first parts that are released are the ones before the first tile, one a warp group. So a place's releases
+        are counted from `warp_groups` parts before the first one on.
+        """
+        place = self.place(count, wg)
+        self.empty.wait(Stage(place, (self.part(count + 1, wg) // self.places + 1) % 2))
+        return self.stage(count, wg), place
+
+    def release_previous(self, count: Int32, wg: Int32) -> None:
+        """The calling thread releases the place of the tile before the count-th one."""
+        self.empty.arrive(self.place(count - 1, wg))
 
 
-class ForwardFrame:
+class Pipelines(NamedTuple):
+    """See the top of this file.
+
+    Code that calls a method of `s.pipes.K` within a dynamic loop or branch gives the pipeline a local name before. The
+    DSL would take the call for a change of `s`, and carry all of its members through the loop.
+    """
+
+    Q: QueryPipeline
+    K: WrappingPipeline
+    V: WrappingPipeline
+
+
+class Handed(NamedTuple):
+    """The shared memory through which two warp groups that share rows hand numbers to each other."""
+
+    P: cute.Tensor  # (64, N, 2) probabilities of two blocks
+    parts: cute.Tensor  # (4, 128, N/16, 2) fp32: a group's part of S of the other one's keys
+    numbers: cute.Tensor  # (2, 32, 2) fp32: of each row of a thread, of four threads each, of the two groups
+
+
+class Shared(NamedTuple):
+    """Shared memory."""
+
+    Q: cute.Tensor  # (64, D, q_places), and O in its first Dv columns
+    K: cute.Tensor  # (N, D, stages)
+    V: cute.Tensor  # (N, Dv, stages)
+    pipes: Pipelines
+    item: cute.Tensor  # (item_fields, q_places) whose Q is there: the tile's fields, first head, the warp group's Walk
+    recompute: cute.Tensor  # (1 + RECOMPUTE_WORDS) one past the last item to recompute; a bit for each of the cluster's
+    handed: Handed | None  # where two warp groups share rows
+
+
+class Thread(NamedTuple):
+    """A thread of an MMA warp."""
+
+    warp_id: Int32  # of the MMA warps
+    wg: Int32  # warp group
+    row: Int32  # of the warp group's 64 rows the thread has this one and the one 8 below
+
+
+class Part(NamedTuple):
+    """The part of a tile that a warp group takes, as one of its threads sees it."""
+
+    tile: AnyTile
+    first_head: Int32  # of packed_heads query heads
+    thread: Thread
+
+
+class Rows(NamedTuple):
+    """The state of a thread's two query rows."""
+
+    token: cute.Tensor  # (2) packed row
+    max: cute.Tensor  # (2) reference maximum of the online softmax
+    sum: cute.Tensor  # (2) of probabilities, this thread's part
+    scale: cute.Tensor  # (2) of O, as the reference maximum moves
+
+
+class State(NamedTuple):
+    """The state of a warp group's loop over key blocks. Operands are registers (R a thread), or descriptors of shared
+    memory."""
+
+    tSrQ: cute.Tensor  # (MMA, 1, D/16), shared memory
+    tSrK: cute.Tensor  # (MMA, 1, D/16, stages), shared memory
+    tOrP: cute.Tensor  # (MMA, 1, N/16), N/4 R; or (MMA, 1, N/16, 2), shared memory
+    tOrV: cute.Tensor  # (MMA, 1, N/16, stages), shared memory
+    acc_O: cute.Tensor  # (64, Dv), Dv/2 R
+    rows: Rows
+    sV: cute.Tensor  # (N, Dv, stages)
+    pipes: Pipelines
+    bounds: cute.Tensor | PathBounds  # what the mask reads
+    scale_log2: Float32
+    cap_factor: Float32 | None  # see softmax.cap
+    wg: Int32
+    handed: Handed | None
+
+
+class ForwardFrame(Clustered):
     """out = softmax(scale Q K^T, masked) V and its log-sum-exp; query q sees key k iff k <= q < visible_end[k].
 
     Compiled once for a dtype, native head dims and a number of packed heads; at run time any T, H, Hk, group count,
@@ -129,7 +257,8 @@ class ForwardFrame:
         ValueError: a configuration that does not fit, in one sentence.
     """
 
-    items_class: ClassVar[type[Items]] = Items
+    tile_fields = ForwardFields.NUM_FIELDS
+    finds_walks = True  # the producer works out which blocks a warp group walks; else they are in the tables
     max_head_dim = 256
     allowed_warp_groups: ClassVar[Sequence[int]] = (2, 3)
     allowed_stages: ClassVar[Sequence[int]] = range(1, 17)
@@ -167,7 +296,6 @@ class ForwardFrame:
         self.dtype, self.head_dim, self.packed_heads = dtype, head_dim, packed_heads
         self.tile_n, self.warp_groups, self.stages, self.cluster = tile_n, warp_groups, stages, cluster
         self.has = Features(*(name in features for name in ("window", "sinks", "softcap")))
-        self.items = self.items_class(self)
         self.tokens_wg = warp_group_tokens(packed_heads)
         self.rows_wg = self.tokens_wg * packed_heads  # rows in use; the rest is computed and dropped
         self.regs_load, self.regs_mma = {2: (24, 240), 3: (32, 160)}[self.mma_groups]  # registers a thread
@@ -176,11 +304,12 @@ class ForwardFrame:
         self.q_places = next((n for n in numbers if self.smem_bytes(n) <= SMEM_BYTES), warp_groups)
         tile = f"head_dim {head_dim}, tile_n {tile_n}, {stages} stages and {warp_groups} warp groups"
         check_smem(self.smem_bytes(self.q_places), tile)
-        self.fence_softmax = warp_groups == 3  # see kernel.compiler_fence
+        self.fence_softmax = warp_groups == 3  # see fwd.compiler_fence
 
-    def rank(self) -> Int32:
-        """See `cluster.rank_in`."""
-        return rank_in(self.cluster)
+    @property
+    def num_fields(self) -> int:
+        """Numbers of a work item: a tile's, and perhaps what its warp groups walk."""
+        return self.tile_fields
 
     @property
     def mma_groups(self) -> int:
@@ -200,7 +329,7 @@ class ForwardFrame:
     @property
     def item_fields(self) -> int:
         """Numbers of a work item in shared memory: see `Shared.item`."""
-        return self.items.num_fields + 1 + (len(Walk._fields) if self.items.finds_walks else 0)
+        return self.num_fields + 1 + (len(Walk._fields) if self.finds_walks else 0)
 
     # ---------------------------------------------------------------- host side
     def fake_arguments(self) -> tuple[object, ...]:
@@ -209,12 +338,17 @@ class ForwardFrame:
         dim_v = dim if self.head_dim_v == self.head_dim else fakes.head_dim()
         q, out = [fakes.packed(self.dtype, rows, heads, of) for of in (dim, dim_v)]
         k, v = [fakes.packed(self.dtype, rows, kv_heads, of) for of in (dim, dim_v)]
-        lse, schedule = fakes.by_head(Float32, heads, rows), fakes.table(2, align=8)
-        work, *tables = self.items.fake_tables(rows)
+        lse, segment_begin = fakes.by_head(Float32, heads, rows), fakes.flat(Int32, rows)
+        work, schedule = fakes.table(ForwardFields.NUM_FIELDS, align=16), fakes.table(2, align=8)
         numbers = Float32(0.0), Int32(0), fakes.stream()
         features = fakes.flat(Int32, rows), fakes.flat(Float32, heads), Float32(0.0)
         own = [x for x, has in zip(features, self.has, strict=True) if has]
-        return q, k, v, out, lse, work, schedule, *tables, *numbers, *own
+        return q, k, v, out, lse, work, schedule, segment_begin, *numbers, *own
+
+    def features(self, given: tuple[object, ...]) -> Features:
+        """The arguments of the kernel's features, which come last, by their names."""
+        left = iter(given)
+        return Features(*[next(left) if has else None for has in self.has])
 
     @cute.jit
     def __call__(
@@ -224,16 +358,17 @@ class ForwardFrame:
         v: cute.Tensor,  # (T, Hk, Dv)
         out: cute.Tensor,  # (T, H, Dv)
         lse: cute.Tensor,  # (H, T)
-        work: cute.Tensor,  # (n, fields)
+        work: cute.Tensor,  # (n, 8)
         schedule: cute.Tensor,  # (items, 2)
-        *rest: object,  # tables of the items, softmax_scale, num_sms, stream, and arguments of the features
+        segment_begin: cute.Tensor,  # (T)
+        softmax_scale: Float32,
+        num_sms: Int32,
+        stream: cuda.CUstream,
+        *features: object,
     ) -> None:
-        count = self.items.num_tables
-        left = iter(rest[count + 3 :])
-        features = Features(*[next(left) if has else None for has in self.has])
-        bounds = self.items.bounds(rest[:count], features.first_key)
-        arguments = Arguments(q, k, v, out, lse, work, schedule, *bounds, features)
-        self.launch(arguments, *rest[count : count + 3])
+        tables = work, schedule, segment_begin, None
+        arguments = Arguments(q, k, v, out, lse, *tables, self.features(features))
+        self.launch(arguments, softmax_scale, num_sms, stream)
 
     def launch(self, x: Arguments, softmax_scale: Float32, num_sms: Int32, stream: cuda.CUstream) -> None:
         swizzle, rows = self.smem_atom().inner, (self.packed_heads, self.tokens_wg)
@@ -361,7 +496,7 @@ class ForwardFrame:
             for j in cutlass.range(cute.arch.lane_idx(), 1 + RECOMPUTE_WORDS, 32, unroll=1):
                 marks[j] = 0
         cute.arch.mbarrier_init_fence()
-        sync_cluster(self.cluster)
+        self.sync_cluster()
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.regs_load)
             self.load(atoms, g, s, warp_idx)
@@ -378,6 +513,10 @@ class ForwardFrame:
         raise NotImplementedError
 
     # ---------------------------------------------------------------- work items, and the recompute pass
+    def tile(self, g: Global, fields: cute.Tensor | list[Int32]) -> AnyTile:
+        """The tile of a work item."""
+        return Tile.load(fields, self.tile_n)
+
     def num_items(self, g: Global) -> Int32:
         """The number of items that the cluster has."""
         first, step = first_and_step(self.cluster)
@@ -414,7 +553,7 @@ class ForwardFrame:
 
         A CTA must not end while its peers still write into it, so every thread comes here at the end of every pass.
         """
-        sync_cluster(self.cluster)
+        self.sync_cluster()
         return s.recompute[0]
 
     # ---------------------------------------------------------------- scores

@@ -24,8 +24,9 @@ from cutlass.utils import SmemAllocator
 
 from cute_kernels.abi import WG_ROWS
 from cute_kernels.accumulator import gemm, round_to
-from cute_kernels.cluster import multicast
-from cute_kernels.forward.arguments import (
+from cute_kernels.fwd import BAR_WG, ForwardKernel
+from cute_kernels.fwd_frame import (
+    RECOMPUTE_WORDS,
     Atoms,
     Global,
     Handed,
@@ -36,10 +37,7 @@ from cute_kernels.forward.arguments import (
     State,
     Thread,
 )
-from cute_kernels.forward.frame import RECOMPUTE_WORDS
-from cute_kernels.forward.kernel import ForwardKernel, NamedBarrier
-from cute_kernels.forward.load import Producer
-from cute_kernels.forward.paths import PathItems
+from cute_kernels.fwd_paths import PathForwardKernel
 from cute_kernels.pipeline import MbarrierAllocator, Pipeline, Stage
 from cute_kernels.ptx import thread_here
 from cute_kernels.softmax import fixed_softmax, online_softmax, rescale, row_maxima
@@ -61,86 +59,6 @@ class Pieces(Pipeline):
         return it + 1
 
 
-class SplitProducer(Producer):
-    """The producer warp, with K and V in pieces."""
-
-    @cute.jit
-    def load(self, atoms: Atoms, g: Global, s: Shared, warp_idx: Int32) -> None:
-        """Warp 0 is the producer; the other warps only take part at the end of a pass."""
-        it, count, num_items = Int32(0), Int32(0), self.kernel.num_items(g)
-        first, step = first_and_step(self.kernel.cluster)
-        V = s.pipes.V
-        for recompute in cutlass.range(2, unroll=1):
-            if warp_idx == 0:
-                row, kv_head = Int32(-1), Int32(0)  # of the block whose V is to come
-                for n in cutlass.range(0, num_items, 1, unroll=1):
-                    if self.kernel.is_due(s.recompute, n, recompute):
-                        item = first + n * step
-                        it, row, kv_head = self.load_split_item(atoms, g, s, item, it, count, row, kv_head)
-                        count += 1
-                if row >= 0:
-                    self.load_pieces(atoms.V, g.mV[None, None, kv_head], s.sV, V, row, it - 1)
-            num_items = self.kernel.end_pass(s)
-
-    @cute.jit
-    def load_split_item(
-        self,
-        atoms: Atoms,
-        g: Global,
-        s: Shared,
-        item: Int32,
-        it: Int32,
-        count: Int32,
-        row: Int32,
-        kv_head: Int32,
-    ) -> tuple[Int32, Int32, Int32]:
-        """Q and key blocks of an item, but for V of its last block.
-
-        it: the item's first block.
-        count: use of Q.
-        row, kv_head: the block whose V comes after K of the item's first one; -1: none.
-
-        Returns the next item's first block, and the block whose V is to come.
-        """
-        field, of_K, of_V = self.read_item(g, item), s.pipes.K, s.pipes.V
-        items = self.kernel.items
-        *fields, first_head = [cute.arch.shuffle_sync(field, j) for j in (*range(items.tile_fields), items.num_fields)]
-        tile, own_head = items.tile(g, fields), first_head // g.heads_per_kv
-        K, V = g.mK[None, None, own_head], g.mV[None, None, own_head]
-        first = tile.key_row(Int32(0))
-        self.load_pieces(atoms.K, K, s.sK, of_K, first, it)
-        if row >= 0:
-            self.load_pieces(atoms.V, g.mV[None, None, kv_head], s.sV, of_V, row, it - 1)
-        row = first
-        self.load_queries(atoms, g, s, tile, first_head, field, 0, count)
-        for i in cutlass.range(1, tile.blocks, 1, unroll=1):
-            following = tile.key_row(i)
-            self.load_pieces(atoms.K, K, s.sK, of_K, following, it + 1)
-            self.load_pieces(atoms.V, V, s.sV, of_V, row, it)
-            row = following
-            it += 1
-        return it + 1, row, own_head
-
-    @cute.jit
-    def load_pieces(
-        self,
-        atom: cute.CopyAtom,
-        x: cute.Tensor,  # (T, D or Dv)
-        shared: cute.Tensor,  # (N, columns, stages)
-        pipeline: Pieces,
-        row: Int32,
-        it: Int32,
-    ) -> None:
-        """Rows [row, row + N) of K or V of one head, as block `it`."""
-        columns = cute.size(shared, mode=[1])
-        for number in cutlass.range(pipeline.stages, unroll=1):  # unrolled, the copies would take too many registers
-            stage = pipeline.piece(it, number)
-            pipeline.producer_acquire(stage)
-            pipeline.producer_expect(stage, self.kernel.tile_n * columns * 2)
-            block = cute.local_tile(cute.domain_offset((row, 0), x), (self.kernel.tile_n, columns), (0, number))
-            multicast(self.kernel.cluster, atom, block, shared, pipeline, stage)
-
-
 class SplitForwardKernel(ForwardKernel):
     """The forward of head dim 512; arguments and errors as of :class:`ForwardFrame`, but that `warp_groups` are pairs
     of warp groups, 64 query rows each, and `stages` the quarters of a block of K."""
@@ -149,7 +67,6 @@ class SplitForwardKernel(ForwardKernel):
     allowed_warp_groups = (1,)
     allowed_stages = (QUARTERS,)
     column_groups = HALVES
-    producer_class = SplitProducer
     source_of_P = warpgroup.OperandSource.SMEM
 
     # ---------------------------------------------------------------- shared memory and pipelines
@@ -195,7 +112,7 @@ class SplitForwardKernel(ForwardKernel):
         return thread.warp_id // 4
 
     def sync_rows(self, wg: Int32) -> None:
-        cute.arch.barrier(barrier_id=NamedBarrier.SAME_ROWS, number_of_threads=128 * HALVES)
+        cute.arch.barrier(barrier_id=BAR_WG + HALVES, number_of_threads=128 * HALVES)
 
     def own_columns(self, sO: cute.Tensor, columns: Int32) -> cute.Tensor:
         return cute.local_tile(sO, (WG_ROWS, self.v_columns), (0, columns))
@@ -205,6 +122,82 @@ class SplitForwardKernel(ForwardKernel):
 
     def writes_lse(self, thread: Thread, lane: Int32) -> Boolean:
         return (lane % 4 == 0) & (thread.warp_id < 4)
+
+    # ---------------------------------------------------------------- the producer
+    @cute.jit
+    def load(self, atoms: Atoms, g: Global, s: Shared, warp_idx: Int32) -> None:
+        """Warp 0 is the producer; the other warps only take part at the end of a pass."""
+        it, count, num_items = Int32(0), Int32(0), self.num_items(g)
+        first, step = first_and_step(self.cluster)
+        V = s.pipes.V
+        for recompute in cutlass.range(2, unroll=1):
+            if warp_idx == 0:
+                row, kv_head = Int32(-1), Int32(0)  # of the block whose V is to come
+                for n in cutlass.range(0, num_items, 1, unroll=1):
+                    if self.is_due(s.recompute, n, recompute):
+                        item = first + n * step
+                        it, row, kv_head = self.load_split_item(atoms, g, s, item, it, count, row, kv_head)
+                        count += 1
+                if row >= 0:
+                    self.load_pieces(atoms.V, g.V[None, None, kv_head], s.V, V, row, it - 1)
+            num_items = self.end_pass(s)
+
+    @cute.jit
+    def load_split_item(
+        self,
+        atoms: Atoms,
+        g: Global,
+        s: Shared,
+        item: Int32,
+        it: Int32,
+        count: Int32,
+        row: Int32,
+        kv_head: Int32,
+    ) -> tuple[Int32, Int32, Int32]:
+        """Q and key blocks of an item, but for V of its last block.
+
+        it: the item's first block.
+        count: use of Q.
+        row, kv_head: the block whose V comes after K of the item's first one; -1: none.
+
+        Returns the next item's first block, and the block whose V is to come.
+        """
+        field, of_K, of_V = self.read_item(g, item), s.pipes.K, s.pipes.V
+        *fields, first_head = [cute.arch.shuffle_sync(field, j) for j in (*range(self.tile_fields), self.num_fields)]
+        tile, own_head = self.tile(g, fields), first_head // g.heads_per_kv
+        K, V = g.K[None, None, own_head], g.V[None, None, own_head]
+        first = tile.key_row(Int32(0))
+        self.load_pieces(atoms.K, K, s.K, of_K, first, it)
+        if row >= 0:
+            self.load_pieces(atoms.V, g.V[None, None, kv_head], s.V, of_V, row, it - 1)
+        row = first
+        self.load_queries(atoms, g, s, tile, first_head, field, 0, count)
+        for i in cutlass.range(1, tile.blocks, 1, unroll=1):
+            following = tile.key_row(i)
+            self.load_pieces(atoms.K, K, s.K, of_K, following, it + 1)
+            self.load_pieces(atoms.V, V, s.V, of_V, row, it)
+            row = following
+            it += 1
+        return it + 1, row, own_head
+
+    @cute.jit
+    def load_pieces(
+        self,
+        atom: cute.CopyAtom,
+        x: cute.Tensor,  # (T, D or Dv)
+        shared: cute.Tensor,  # (N, columns, stages)
+        pipeline: Pieces,
+        row: Int32,
+        it: Int32,
+    ) -> None:
+        """Rows [row, row + N) of K or V of one head, as block `it`."""
+        columns = cute.size(shared, mode=[1])
+        for number in cutlass.range(pipeline.stages, unroll=1):  # unrolled, the copies would take too many registers
+            stage = pipeline.piece(it, number)
+            pipeline.producer_acquire(stage)
+            pipeline.producer_expect(stage, self.tile_n * columns * 2)
+            block = cute.local_tile(cute.domain_offset((row, 0), x), (self.tile_n, columns), (0, number))
+            self.multicast(atom, block, shared, pipeline, stage)
 
     # ---------------------------------------------------------------- the MMA warps
     @cute.jit
@@ -274,7 +267,7 @@ class SplitForwardKernel(ForwardKernel):
             quarter = self.own_quarters(state.wg)[number]
             pipeline.consumer_wait(pipeline.piece(it, quarter))
             Q, K = state.tSrQ[None, None, None, quarter], state.tSrK[None, None, None, quarter]
-            gemm(self.mma_qk(), partial, Q, K, zero_init=number == 0)
+            gemm(self.mma_qk(), partial, Q, K, number == 0)
 
     def finish_S(self, state: State, it: Int32, number: int, pending: int) -> None:
         """Wait for a quarter of S of block `it`, and release its K. pending: groups of products behind it."""
@@ -307,7 +300,7 @@ class SplitForwardKernel(ForwardKernel):
         stage = V.piece(it, state.wg)
         V.consumer_wait(stage)
         P = state.tOrP[None, None, None, it % 2]
-        gemm(self.mma_pv(), state.acc_O, P, state.tOrV[None, None, None, stage.index], zero_init=False)
+        gemm(self.mma_pv(), state.acc_O, P, state.tOrV[None, None, None, stage.index], False)
 
     def finish_O(self, state: State, it: Int32) -> None:
         """Wait for all products, and release V of block `it`."""
@@ -393,7 +386,5 @@ class SplitForwardKernel(ForwardKernel):
         cute.arch.fence_view_async_shared()
 
 
-class SplitPathForwardKernel(SplitForwardKernel):
+class SplitPathForwardKernel(SplitForwardKernel, PathForwardKernel):
     """The forward of head dim 512 over trees and with windows; arguments as of :class:`PathForwardKernel`."""
-
-    items_class = PathItems

@@ -9,7 +9,7 @@ from cutlass.utils import SmemAllocator
 from cute_kernels import fakes
 from cute_kernels.abi import LOCKS, clears_ahead
 from cute_kernels.accumulator import round_to
-from cute_kernels.backward.frame import dq_by_rows
+from cute_kernels.bwd_frame import split_rows
 from cute_kernels.ptx import transpose_8x8
 
 VECTOR = 8  # elements of a 128-bit store
@@ -23,7 +23,7 @@ class BackwardPostprocess:
     Arguments of the compiled kernel, in order (`fake_arguments` builds matching fakes):
         dq_acc: [H * nm * tile_m * head_dim] fp32, nm = ceil(T / tile_m). Of each block: [chunk][thread][4]; value
             2r + i of thread 32 * warp + lane is column 16 * warp + lane // 4 + 8r, row 8 * chunk + 2 * (lane % 4) + i.
-            Where dq_by_rows, 128 threads hold columns, and the next 128 the same of the second half of the rows. Up to
+            Where split_rows, 128 threads hold columns, and the next 128 the same of the second half of the rows. Up to
             head dim 128, [warp][chunk][lane][4].
         locks: [lock_words(H * nm)] int32, as the main kernel leaves them, read where `clears_ahead`: a block whose
             first lock is 0 has a dQ of 0, whatever is in dq_acc. Else may be empty.
@@ -40,8 +40,8 @@ class BackwardPostprocess:
 
     def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, *, tile_m: int) -> None:
         self.dtype, self.head_dim, self.tile_m = dtype, head_dim, tile_m
-        self.threads = 256 if dq_by_rows(head_dim) else 2 * head_dim
-        self.rows = tile_m // 2 if dq_by_rows(head_dim) else tile_m  # of a thread's columns
+        self.threads = 256 if split_rows(head_dim) else 2 * head_dim
+        self.rows = tile_m // 2 if split_rows(head_dim) else tile_m  # of a thread's columns
 
     def fake_arguments(self) -> tuple[object, ...]:
         """Arguments for `cute.compile(kernel, *kernel.fake_arguments(), options=...)`: dynamic shapes and strides."""
@@ -85,8 +85,8 @@ class BackwardPostprocess:
         if not cutlass.const_expr(clears_ahead(D)) or locks[block * LOCKS] != 0:
             for c in cutlass.range_constexpr(self.rows // 8):
                 cute.autovec_copy(quads[None, c], values[None, c])
-        first_row = tid // 128 * self.rows if cutlass.const_expr(dq_by_rows(self.head_dim)) else 0
-        first_column = (tid % 128 if cutlass.const_expr(dq_by_rows(self.head_dim)) else tid) // 32 * 16
+        first_row = tid // 128 * self.rows if cutlass.const_expr(split_rows(self.head_dim)) else 0
+        first_column = (tid % 128 if cutlass.const_expr(split_rows(self.head_dim)) else tid) // 32 * 16
         for c in cutlass.range_constexpr(self.rows // 8):
             quad, rounded = cute.make_rmem_tensor(4, Float32), cute.make_rmem_tensor(4, self.dtype)
             for j in cutlass.range_constexpr(4):

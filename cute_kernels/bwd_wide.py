@@ -1,15 +1,7 @@
 """Attention backward for head dims 192 (also with values of 128) and 256: clusters share dQ, warp groups divide work.
 
 The first warp group makes S, P and dV of the CTA's 64 keys, the second one dP, dS and dK; P and dS feed dV and dK from
-registers. They wait for each other's P and dS alone, and the tensor cores have the other one to work for meanwhile.
-Step `it` is as follows. The numbers are those of the products in `frame`; dQ' is dQ of step `it` - 1:
-
-    first: `dV_step`, of dV                           second: `dK_step`, of dK
-    awaits Q; (1); makes P                                awaits Q and dO; (2)
-    awaits dS of step `it` - 1; writes P                  awaits dS of step `it` - 1; (4) of dQ', own keys
-    (4) of dQ', own keys; awaits peer_dS; peer's keys     releases dO; awaits P; writes dS
-    awaits dO; releases Q; (3)                            awaits peer_dS; (4) of dQ', peer's keys; (5)
-    adds dQ'; releases dO                                 adds dQ'; releases Q
+registers. Neither waits for a product of the other's, and the tensor cores always have one of them to work for.
 
 To add dQ up in global memory for 64 keys at a time would be too much traffic. So the CTAs of a cluster hand each other
 dS, and each makes one half of dQ over the keys of both, which halves the traffic. Each warp group has a tile of 64
@@ -18,7 +10,7 @@ either CTA, because that warp group has more other work.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -26,20 +18,16 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import warp, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.abi import BlockFields
-from cute_kernels.accumulator import Product, gemm, part, round_to
-from cute_kernels.backward.arguments import BackwardPipelines, Global, Item, Mask, Shared, Step
-from cute_kernels.backward.frame import BackwardFrame
-from cute_kernels.backward.results import apply_mask, destination
-from cute_kernels.backward.softcap import Softcap, to_probabilities, to_tanh
-from cute_kernels.backward.stats import Statistics
-from cute_kernels.backward.window import block_of_stage
+from cute_kernels.accumulator import gemm, part, round_to
+from cute_kernels.bwd_arguments import BackwardPipelines, Global, Item, Mask, Shared
+from cute_kernels.bwd_frame import BackwardFrame
+from cute_kernels.bwd_softcap import Softcap, to_probabilities, to_tanh
+from cute_kernels.bwd_stats import Statistics
 from cute_kernels.pipeline import MbarrierAllocator, Signal
 from cute_kernels.ptx import add_to_global, copy_to_peer, load_acquire, store_release
-
-HELD = 4  # sixteens of columns of K and V that stay in registers at head dim 256, where two more would spill
 
 
 @dataclass(frozen=True)
@@ -95,9 +83,9 @@ class DqOperands(NamedTuple):
     """A warp group's part of dQ^T: a tile of 64 columns, over all rows of a block or one half of them."""
 
     mma: cute.TiledMma
-    tdQrK: cute.Tensor  # (MMA, 1, N/16)
-    tdQrK_peer: cute.Tensor  # (MMA, 1, N/16)
-    tdQrdS: cute.Tensor  # (MMA, 1, N/16, buffers)
+    Kt: cute.Tensor  # (MMA, 1, N/16)
+    peer_Kt: cute.Tensor  # (MMA, 1, N/16)
+    dS: cute.Tensor  # (MMA, 1, N/16, buffers)
     acc: cute.Tensor  # (64, rows)
     target: cute.Pointer  # this thread's first element in block 0 of dq_acc
 
@@ -108,18 +96,16 @@ class Operands(NamedTuple):
     mma_S: cute.TiledMma
     mma_dK: cute.TiledMma
     mma_dV: cute.TiledMma
-    tSrK: cute.Tensor  # (MMA, 1, D/16), of S^T
-    tdPrV: cute.Tensor  # (MMA, 1, Dv/16), of dP^T
-    tSrQ: cute.Tensor  # (MMA, 1, D/16, stages), of S^T
-    tdPrdO: cute.Tensor  # (MMA, 1, Dv/16, do_stages), of dP^T
-    tdKrQ: cute.Tensor  # (MMA, 1, M/16, stages), of dK
-    tdVrdO: cute.Tensor  # (MMA, 1, M/16, do_stages), of dV
+    K: cute.Tensor  # (MMA, 1, D/16), of S^T
+    V: cute.Tensor  # (MMA, 1, Dv/16), of dP^T
+    Q: cute.Tensor  # (MMA, 1, D/16, stages), of S^T
+    dO: cute.Tensor  # (MMA, 1, Dv/16, do_stages), of dP^T
+    Qt: cute.Tensor  # (MMA, 1, M/16, stages), of dK
+    dOt: cute.Tensor  # (MMA, 1, M/16, do_stages), of dV
     stats: Statistics
-    sP: cute.Tensor  # (8, M/16): this thread's part of P^T
+    P: cute.Tensor  # (8, M/16): this thread's part of P^T
     dS_target: cute.Tensor  # where this thread writes dS^T (with `copy_of_dS`), of each buffer
-    held: cute.Tensor | None = None  # (MMA, 1, HELD), of S^T or dP^T: the first columns of K or V, in registers
     acc: cute.Tensor | None = None  # (64, Dv) dV, or (64, D) dK
-    scale_log2: Float32 | None = None
     cap: Softcap | None = None
     dq: DqOperands | None = None
 
@@ -168,7 +154,7 @@ class WideBackward(BackwardFrame):
 
     @property
     def smem_order(self) -> tuple[str, ...]:
-        return "sK", "sV", "sQ", "sdO", "sdS", "small", "sK_peer"
+        return "K", "V", "Q", "dO", "dS", "small", "peer_K"
 
     def pipelines(self, barriers: MbarrierAllocator) -> WidePipelines:
         K, V = self.key_signals(barriers)
@@ -177,7 +163,7 @@ class WideBackward(BackwardFrame):
         dq_order = DqOrder.make(barriers, warps=4 * self.warp_groups)
         peer_dS = Signal.make(barriers, 3, producers=1)
         Q, dO = self.row_pipelines(barriers)
-        return WidePipelines(K=K, V=V, Q=Q, dO=dO, P=P, dS=dS, dq_order=dq_order, peer_dS=peer_dS)
+        return WidePipelines(K, V, Q, dO, P, dS, dq_order, peer_dS)
 
     # ---------------------------------------------------------------- the shape of products
     def mma_S(self) -> cute.TiledMma:
@@ -240,7 +226,7 @@ class WideBackward(BackwardFrame):
 
     @cute.jit
     def exchange_dS(self, s: Shared, p: WidePipelines, item: Item, heads_per_kv: Int32) -> None:
-        """This CTA's dS of every step to the other CTA, on whose barrier the bytes count: its warp 3 expects them.
+        """This CTA's dS of every step to the other CTA.
 
         Its buffer there is free: dO of this step is here, so both CTAs have released the block before in that stage,
         and then they were done with dQ of three steps back; their first warp groups even with dQ of two steps back.
@@ -259,7 +245,7 @@ class WideBackward(BackwardFrame):
             bar = p.peer_dS.full[p.peer_dS.stage(it).index]
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(bar, num_bytes)
-                source, target = (s.sdS[None, None, i].iterator for i in (self.own_dS(it), self.peer_dS(it)))
+                source, target = (s.dS[None, None, i].iterator for i in (self.own_dS(it), self.peer_dS(it)))
                 copy_to_peer(target, source, bar, num_bytes, peer)
 
     # ---------------------------------------------------------------- MMA warp groups
@@ -274,57 +260,36 @@ class WideBackward(BackwardFrame):
         acc = cute.make_rmem_tensor(x.mma_dK.partition_shape_C((64, self.head_dim)), Float32)  # dV or dK
         acc.fill(0.0)
         acc_dV = self.of_values(x, acc)
-        x = x._replace(scale_log2=scale * math.log2(math.e))
+        scale_log2 = scale * math.log2(math.e)
         if const_expr(self.capped):
-            x = x._replace(cap=Softcap.of(g.cap, x.scale_log2))
+            x = x._replace(cap=Softcap.of(g.cap, scale_log2))
         steps = (item.block_end - item.block_begin) * heads_per_kv
-        first = steps, item.block_end - 1, item.kv_head * heads_per_kv
+        m_block, h = item.block_end - 1, item.kv_head * heads_per_kv
         values, keys = [x._replace(acc=y, dq=self.dq_operands(g, s, i, tid)) for i, y in enumerate((acc_dV, acc))]
         if wg == 0:
-            of_S = values._replace(held=self.held(s.sK, tid))
-            self.loop(self.dV_step, g, s, p, of_S, mask, item, heads_per_kv, first)
+            self.loop(self.values_step, g, s, p, values, mask, item, scale_log2, heads_per_kv, steps, m_block, h)
         else:
-            of_dP = keys._replace(held=self.held(s.sV, tid))
-            self.loop(self.dK_step, g, s, p, of_dP, mask, item, heads_per_kv, first)
+            self.loop(self.keys_step, g, s, p, keys, mask, item, scale_log2, heads_per_kv, steps, m_block, h)
 
         row = warp_id % 4 * 16 + lane // 4  # of this CTA's keys
-        end = destination(s)
+        end = self.destination(s)
         first_partial = self.first_partial(end.partial)
         if wg == 0:
             if const_expr(self.want_dv):
                 if const_expr(self.want_dq):
-                    self.containment.mark_keys(acc_dV, s.sV, row)
-                self.store_keys(((acc_dV, g.mdV, 1),), g.partials, end, row, first_partial)
+                    self.mark_keys(acc_dV, s.V, row)
+                self.store_keys(((acc_dV, g.dv, 1),), g.partials, end, row, first_partial)
         else:
             if const_expr(self.want_dk):
                 for e in cutlass.range_constexpr(cute.size(acc)):
                     acc[e] = acc[e] * scale
-                self.store_keys(((acc, g.mdK, 0),), g.partials, end, row, first_partial)
+                self.store_keys(((acc, g.dk, 0),), g.partials, end, row, first_partial)
 
     def of_values(self, x: Operands, acc: cute.Tensor) -> cute.Tensor:
         """The registers of dV, among the registers for dV or dK."""
         if self.head_dim_v == self.head_dim:
             return acc
         return cute.make_tensor(acc.iterator, cute.make_layout(x.mma_dV.partition_shape_C((64, self.head_dim_v))))
-
-    def mma_held(self) -> cute.TiledMma:
-        """S^T or dP^T as of `mma_S`, of K or V in registers."""
-        K_major, shape, source = warpgroup.OperandMajorMode.K, (64, self.tile_m), warpgroup.OperandSource.RMEM
-        return hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, K_major, K_major, Float32, (1, 1, 1), shape, source
-        )
-
-    def held(self, keys: cute.Tensor, tid: Int32) -> cute.Tensor | None:
-        """Load the first columns of K or V into registers: every product with them reads less of shared memory, whose
-        bandwidth two operands of 64 rows take up."""
-        if self.head_dim != 256:
-            return None
-        mma = self.mma_held()
-        copy = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), mma)
-        thr, first = copy.get_slice(tid), cute.local_tile(keys, (64, 16 * HELD), (0, 0))
-        held = mma.make_fragment_A(mma.get_slice(tid).partition_A(first))
-        cute.copy(copy, thr.partition_S(first), thr.retile(held))
-        return held
 
     def operands(self, s: Shared, tid: Int32) -> Operands:
         mma_S, mma_dK, mma_dV = self.mma_S(), self.mma_dKV(self.head_dim), self.mma_dKV(self.head_dim_v)
@@ -333,20 +298,20 @@ class WideBackward(BackwardFrame):
             mma_S=mma_S,
             mma_dK=mma_dK,
             mma_dV=mma_dV,
-            tSrK=mma_S.make_fragment_A(thr_S.partition_A(s.sK)),
-            tdPrV=mma_S.make_fragment_A(thr_S.partition_A(s.sV)),
-            tSrQ=mma_S.make_fragment_B(thr_S.partition_B(s.sQ)),
-            tdPrdO=mma_S.make_fragment_B(thr_S.partition_B(s.sdO)),
-            tdKrQ=mma_dK.make_fragment_B(thr_dK.partition_B(self.transposed(s.sQ))),
-            tdVrdO=mma_dV.make_fragment_B(thr_dV.partition_B(self.transposed(s.sdO))),
+            K=mma_S.make_fragment_A(thr_S.partition_A(s.K)),
+            V=mma_S.make_fragment_A(thr_S.partition_A(s.V)),
+            Q=mma_S.make_fragment_B(thr_S.partition_B(s.Q)),
+            dO=mma_S.make_fragment_B(thr_S.partition_B(s.dO)),
+            Qt=mma_dK.make_fragment_B(thr_dK.partition_B(self.transposed(s.Q))),
+            dOt=mma_dV.make_fragment_B(thr_dV.partition_B(self.transposed(s.dO))),
             stats=Statistics.of(s.stats, s.stat_keys, 0, self.tile_m),
-            dS_target=self.copy_of_dS().get_slice(tid).partition_D(self.transposed(s.sdS)),
-            sP=self.P_of_thread(s, tid),
+            dS_target=self.copy_of_dS().get_slice(tid).partition_D(self.transposed(s.dS)),
+            P=self.P_of_thread(s, tid),
         )
 
     def P_of_thread(self, s: Shared, tid: Int32) -> cute.Tensor:
         """P^T passes from a thread to the same thread of the other warp group: any order of elements serves."""
-        first = cute.recast_ptr(s.sdS[None, None, 0].iterator, cute.make_swizzle(0, 4, 3)) + tid * 8
+        first = cute.recast_ptr(s.dS[None, None, 0].iterator, cute.make_swizzle(0, 4, 3)) + tid * 8
         return cute.make_tensor(first, cute.make_layout((8, self.tile_m // 16), stride=(1, 1024)))
 
     def dq_operands(self, g: Global, s: Shared, wg: int, tid: Int32) -> DqOperands:
@@ -356,36 +321,54 @@ class WideBackward(BackwardFrame):
         thr = mma.get_slice(0)
         column_tile, rows_tile = (1, rank) if shared else (2 * rank + wg, 0)
         peer_tile = column_tile - rank * ((D - self.peer_columns) // 64)  # among the columns in peer_K
-        sKt = cute.local_tile(self.transposed(s.sK), (64, N), (column_tile, 0))
-        peer_sKt = cute.local_tile(self.transposed(s.sK_peer), (64, N), (peer_tile, 0))
-        sdS = cute.local_tile(s.sdS, (rows, N), (rows_tile, 0, None))
-        first_row = g.mdQ_acc.iterator + rows_tile * (rows * D)  # of the block: [chunk of 8 rows][thread][4]
+        sKt = cute.local_tile(self.transposed(s.K), (64, N), (column_tile, 0))
+        peer_sKt = cute.local_tile(self.transposed(s.peer_K), (64, N), (peer_tile, 0))
+        sdS = cute.local_tile(s.dS, (rows, N), (rows_tile, 0, None))
+        first_row = g.dq_acc.iterator + rows_tile * (rows * D)  # of the block: [chunk of 8 rows][thread][4]
         return DqOperands(
             mma=mma,
-            tdQrK=mma.make_fragment_A(thr.partition_A(sKt)),
-            tdQrK_peer=mma.make_fragment_A(thr.partition_A(peer_sKt)),
-            tdQrdS=mma.make_fragment_B(thr.partition_B(sdS)),
+            Kt=mma.make_fragment_A(thr.partition_A(sKt)),
+            peer_Kt=mma.make_fragment_A(thr.partition_A(peer_sKt)),
+            dS=mma.make_fragment_B(thr.partition_B(sdS)),
             acc=cute.make_rmem_tensor(mma.partition_shape_C((64, rows)), Float32),
             target=first_row + (column_tile * 128 + tid) * 4,
         )
 
     @cute.jit
     def loop(
-        self, make: Callable[..., None], g: Global, s: Shared, p: WidePipelines, x: Operands, mask: Mask, item: Item,
+        self,
+        step: Callable[..., None],
+        g: Global,
+        s: Shared,
+        p: WidePipelines,
+        x: Operands,
+        mask: Mask,
+        item: Item,
+        scale_log2: Float32,
         heads_per_kv: Int32,
-        first: tuple[Int32, Int32, Int32],  # number of steps; block (or row of the table) and head of the first one
-    ) -> None:  # fmt: skip
-        """The steps of one warp group, each of which `make` makes. dQ of a step is made in the next one."""
-        steps, index, h = first
-        step = self.step(s, p, Int32(0), mask, index, None)
-        m_block = step.m_block
-        make(g, s, p, x, step)
-        for it in cutlass.range(1, steps, 1, unroll=1):
-            previous = (m_block, h)
-            index, h = self.next_block(index, h, item, heads_per_kv)
-            its_step = self.step(s, p, it, mask, index, previous)
-            m_block = its_step.m_block
-            make(g, s, p, x, its_step)
+        steps: Int32,
+        m_block: Int32,  # and head of the first step
+        h: Int32,
+    ) -> None:
+        """The steps of one warp group. dQ of a step is made in the next one."""
+        if const_expr(self.windowed):
+            index, place = m_block, p.Q.stage(Int32(0))  # of the table, and of the block's Q
+            p.Q.consumer_wait(place)
+            m_block, block_mask = self.block_of_stage(s, mask, place)
+            step(g, s, p, x, block_mask, Int32(0), m_block, None, scale_log2)
+            for it in cutlass.range(1, steps, 1, unroll=1):
+                previous = (m_block, h)
+                index, h = self.next_block(index, h, item, heads_per_kv)
+                stage = p.Q.stage(it)
+                p.Q.consumer_wait(stage)
+                m_block, its_mask = self.block_of_stage(s, mask, stage)
+                step(g, s, p, x, its_mask, it, m_block, previous, scale_log2)
+        else:
+            step(g, s, p, x, mask, Int32(0), m_block, None, scale_log2)
+            for it in cutlass.range(1, steps, 1, unroll=1):
+                previous = (m_block, h)
+                m_block, h = self.next_block(m_block, h, item, heads_per_kv)
+                step(g, s, p, x, mask, it, m_block, previous, scale_log2)
         if const_expr(self.want_dq):
             p.dS.wait(steps - 1)
             self.issue_own_dq(x, steps - 1)
@@ -393,107 +376,109 @@ class WideBackward(BackwardFrame):
             warpgroup.wait_group(0)
             self.add_dq(g, p, x, steps - 1, (m_block, h))
 
-    def step(
-        self, s: Shared, p: WidePipelines, it: Int32, mask: Mask, index: Int32, previous: tuple[Int32, Int32] | None
-    ) -> Step:
-        """Bundle step `it`, of a query block or with a window of a row of the table, which is read from beside Q."""
-        stage = p.Q.stage(it)
-        if self.windowed:
-            p.Q.consumer_wait(stage)
-            index, mask = block_of_stage(s, mask, stage, self.key_rank)
-        return Step(it, stage, p.dO.stage(it), mask, index, None, previous=previous)
-
-    def dV_step(self, g: Global, s: Shared, p: WidePipelines, x: Operands, step: Step) -> None:
-        """S, P and dV of a step; dQ of the step before. No product is in flight at either end."""
-        it, stage, do_stage, previous = step.it, step.stage, step.do_stage, step.previous
+    def values_step(
+        self,
+        g: Global,
+        s: Shared,
+        p: WidePipelines,
+        x: Operands,
+        mask: Mask,
+        it: Int32,
+        m_block: Int32,
+        previous: tuple[Int32, Int32] | None,  # block and head of the step before
+        scale_log2: Float32,
+    ) -> None:
+        """S, P and dV of step `it`; dQ of the step before. No product is in flight at either end."""
+        stage, do_stage = p.Q.stage(it), p.dO.stage(it)
         with_dq = self.want_dq and previous is not None
         p.Q.consumer_wait(stage)
-        # (1) S^T = K Q^T - lse / scale
         acc_S = cute.make_rmem_tensor(x.mma_S.partition_shape_C((64, self.tile_m)), Float32)
         lse = [] if self.capped else [x.stats.lse(stage.index)]
-        self.issue_scores(acc_S, x, x.tSrK, x.tSrQ[None, None, None, stage.index], lse)
+        gemm(x.mma_S, acc_S, x.K, x.Q[None, None, None, stage.index], True, addends=lse)
         warpgroup.wait_group(0)
-        self.add_other_half(acc_S, s, p, it, 0)
-        tdVrP, passed = self.to_P(acc_S, s, x, step)
+        self.complete(acc_S, s, p, it, 0)
+        if self.capped:
+            to_tanh(acc_S, x.cap)
+        self.mask(acc_S, m_block * self.tile_m, mask)
+        shape = x.mma_dV.partition_shape_A((64, self.tile_m))
+        tP = cute.make_rmem_tensor(shape, self.dtype)
+        passed = tP  # to the other warp group, for dS
+        if self.capped:
+            passed = cute.make_rmem_tensor(shape, self.dtype) if self.want_dp else None
+            to_probabilities(acc_S, tP, passed, s.stats, 0, stage.index, x.cap, self.dtype)
+        else:
+            for c in range(self.tile_m // 16):  # 16 query rows at a time
+                for e in range(8 * c, 8 * c + 8):
+                    acc_S[e] = cute.math.exp2(acc_S[e] * scale_log2, fastmath=True)
+                round_to(part(acc_S, 8 * c, 8), part(tP, 8 * c, 8))
         if self.want_dp:
             if previous is not None:  # then the other warp group has read P of the step before
                 p.dS.wait(it - 1)
             for c in range(self.tile_m // 16):
-                cute.autovec_copy(part(passed, 8 * c, 8), x.sP[None, c])
+                cute.autovec_copy(part(passed, 8 * c, 8), x.P[None, c])
             p.P.arrive(it)
-        # (4) dQ^T = K^T dS^T of the step before
         if with_dq:
             self.issue_own_dq(x, it - 1)
             self.issue_peer_dq(p, x, it - 1)
         p.dO.consumer_wait(do_stage)
         if self.want_dv:
-            self.containment.keep_apart(s, step.with_m0(self.tile_m), acc_dV=x.acc, remove_from=("dO",), wg=0)
+            of_block = stage.index, do_stage.index, m_block * self.tile_m
+            self.contain(mask, s, *of_block, acc_dV=x.acc, remove_from=("dO",), wg=0)
         p.Q.consumer_release(stage)
-        # (3) dV += P^T dO
         if self.want_dv:
-            gemm(x.mma_dV, x.acc, tdVrP, x.tdVrdO[None, None, None, do_stage.index], zero_init=False)
+            gemm(x.mma_dV, x.acc, tP, x.dOt[None, None, None, do_stage.index], False)
         if with_dq:
             warpgroup.wait_group(1 if self.want_dv else 0)
             self.add_dq(g, p, x, it - 1, previous)
         warpgroup.wait_group(0)
         p.dO.consumer_release(do_stage)
 
-    def to_P(self, acc_S: cute.Tensor, s: Shared, x: Operands, step: Step) -> tuple[cute.Tensor, cute.Tensor | None]:
-        """Turn S^T into P^T, the operand of dV. Returns it and what the other warp group gets for dS: P too or, with
-        a cap, the slope P * (1 - tanh^2)."""
-        shape = x.mma_dV.partition_shape_A((64, self.tile_m))
-        tdVrP = cute.make_rmem_tensor(shape, self.dtype)
-        if self.capped:
-            to_tanh(acc_S, x.cap)
-        apply_mask(acc_S, step.m_block * self.tile_m, step.mask, self.windowed)
-        if self.capped:
-            slope = cute.make_rmem_tensor(shape, self.dtype) if self.want_dp else None
-            to_probabilities(acc_S, tdVrP, slope, s.stats, 0, step.stage.index, x.cap, self.dtype)
-            return tdVrP, slope
-        for c in range(self.tile_m // 16):  # 16 query rows at a time
-            for e in range(8 * c, 8 * c + 8):
-                acc_S[e] = cute.math.exp2(acc_S[e] * x.scale_log2, fastmath=True)
-            round_to(part(acc_S, 8 * c, 8), part(tdVrP, 8 * c, 8))
-        return tdVrP, tdVrP
-
-    def dK_step(self, g: Global, s: Shared, p: WidePipelines, x: Operands, step: Step) -> None:
-        """dP, dS and dK of a step; dQ of the step before. No product is in flight at either end."""
-        it, stage, do_stage, previous = step.it, step.stage, step.do_stage, step.previous
+    def keys_step(
+        self,
+        g: Global,
+        s: Shared,
+        p: WidePipelines,
+        x: Operands,
+        mask: Mask,
+        it: Int32,
+        m_block: Int32,
+        previous: tuple[Int32, Int32] | None,
+        scale_log2: Float32,
+    ) -> None:
+        """dP, dS and dK of step `it`; dQ of the step before. No product is in flight at either end."""
+        stage, do_stage = p.Q.stage(it), p.dO.stage(it)
         with_dq = self.want_dq and previous is not None
         p.Q.consumer_wait(stage)
         p.dO.consumer_wait(do_stage)
-        # (2) dP^T = V dO^T - dpsum
         if self.want_dp:
             acc_dP = cute.make_rmem_tensor(x.mma_S.partition_shape_C((64, self.tile_m)), Float32)
-            dO, addends = x.tdPrdO[None, None, None, do_stage.index], [x.stats.dpsum(stage.index)]
-            self.issue_scores(acc_dP, x, x.tdPrV, dO, addends)
-        # (4) dQ^T = K^T dS^T of the step before
+            dO, addends = x.dO[None, None, None, do_stage.index], [x.stats.dpsum(stage.index)]
+            gemm(x.mma_S, acc_dP, x.V, dO, True, addends=addends)
         if with_dq:
             p.dS.wait(it - 1)
             self.issue_own_dq(x, it - 1)
         warpgroup.wait_group(1 if with_dq else 0)
         p.dO.consumer_release(do_stage)
         if self.want_dp:
-            self.add_other_half(acc_dP, s, p, it, 1)
+            self.complete(acc_dP, s, p, it, 1)
             p.P.wait(it)
             # The other warp group may still read Q for S, where such a row's P is infinite or 0.
-            remove_from = ("Q",) if self.want_dk else ()
-            self.containment.keep_apart(s, step.with_m0(self.tile_m), acc_dP=acc_dP, remove_from=remove_from, wg=1)
-            tdKrdS = cute.make_rmem_tensor(x.mma_dK.partition_shape_A((64, self.tile_m)), self.dtype)
+            of_block = stage.index, do_stage.index, m_block * self.tile_m
+            self.contain(mask, s, *of_block, acc_dP=acc_dP, remove_from=("Q",) if self.want_dk else (), wg=1)
+            tdS = cute.make_rmem_tensor(x.mma_dK.partition_shape_A((64, self.tile_m)), self.dtype)
             for c in range(self.tile_m // 16):
                 ds, prob = cute.make_rmem_tensor(8, Float32), cute.make_rmem_tensor(8, self.dtype)
-                cute.autovec_copy(x.sP[None, c], prob)
+                cute.autovec_copy(x.P[None, c], prob)
                 for e in range(8):
                     ds[e] = Float32(prob[e]) * acc_dP[8 * c + e]
-                round_to(ds, part(tdKrdS, 8 * c, 8))
+                round_to(ds, part(tdS, 8 * c, 8))
             if self.want_dq:
-                self.write_dS(x, tdKrdS, acc_dP.shape, it)
+                self.write_dS(x, tdS, acc_dP.shape, it)
             p.dS.arrive(it)
         if with_dq:
             self.issue_peer_dq(p, x, it - 1)
-        # (5) dK += dS^T Q
         if self.want_dk:
-            gemm(x.mma_dK, x.acc, tdKrdS, x.tdKrQ[None, None, None, stage.index], zero_init=False)
+            gemm(x.mma_dK, x.acc, tdS, x.Qt[None, None, None, stage.index], False)
         if with_dq:
             warpgroup.wait_group(1 if self.want_dk else 0)
             self.add_dq(g, p, x, it - 1, previous)
@@ -501,34 +486,24 @@ class WideBackward(BackwardFrame):
         p.Q.consumer_release(stage)
 
     # ---------------------------------------------------------------- parts of a step
-    def issue_scores(
-        self, acc: cute.Tensor, x: Operands, keys: cute.Tensor, rows: cute.Tensor, addends: Sequence[Product]
-    ) -> None:
-        """Issue S^T = K Q^T or dP^T = V dO^T, with the statistics in `addends`."""
-        if x.held is None:
-            gemm(x.mma_S, acc, keys, rows, zero_init=True, addends=addends)
-        else:
-            addends = [(x.mma_S, keys, rows, HELD), *addends]
-            gemm(self.mma_held(), acc, x.held, rows, zero_init=True, addends=addends)
+    def complete(self, acc: cute.Tensor, s: Shared, p: WidePipelines, it: Int32, which: int) -> None:
+        """Add what other CTAs have of S^T (0) or dP^T (1) of step `it`."""
 
-    def add_other_half(self, acc: cute.Tensor, s: Shared, p: WidePipelines, it: Int32, which: int) -> None:
-        """Add what other CTAs have of S^T (0) or dP^T (1) of step `it`: here nothing, see `split`."""
-
-    def write_dS(self, x: Operands, tdKrdS: cute.Tensor, shape: cute.Shape, it: Int32) -> None:
+    def write_dS(self, x: Operands, tdS: cute.Tensor, shape: cute.Shape, it: Int32) -> None:
         """dS^T of step `it` (of an accumulator's shape) to shared memory, for products and the exchange."""
         copy, tid = self.copy_of_dS(), cute.arch.thread_idx()[0] % 128
-        source = cute.make_tensor(tdKrdS.iterator, cute.make_layout(shape))
+        source = cute.make_tensor(tdS.iterator, cute.make_layout(shape))
         cute.copy(copy, copy.get_slice(tid).retile(source), x.dS_target[None, None, None, self.own_dS(it)])
         cute.arch.fence_view_async_shared()
 
     def issue_own_dq(self, x: Operands, it: Int32) -> None:
         """Issue this warp group's part of dQ^T of step `it` over this CTA's keys, whose dS is there."""
-        gemm(x.dq.mma, x.dq.acc, x.dq.tdQrK, x.dq.tdQrdS[None, None, None, self.own_dS(it)], zero_init=True)
+        gemm(x.dq.mma, x.dq.acc, x.dq.Kt, x.dq.dS[None, None, None, self.own_dS(it)], True)
 
     def issue_peer_dq(self, p: WidePipelines, x: Operands, it: Int32) -> None:
         """Issue this warp group's part of dQ^T of step `it` over the other CTA's keys, once their dS is there."""
         p.peer_dS.wait(it)
-        gemm(x.dq.mma, x.dq.acc, x.dq.tdQrK_peer, x.dq.tdQrdS[None, None, None, self.peer_dS(it)], zero_init=False)
+        gemm(x.dq.mma, x.dq.acc, x.dq.peer_Kt, x.dq.dS[None, None, None, self.peer_dS(it)], False)
 
     def add_dq(self, g: Global, p: WidePipelines, x: Operands, it: Int32, block: tuple[Int32, Int32]) -> None:
         """Add dQ^T of step `it`, which is ready, to global memory; if deterministic once the predecessors have."""

@@ -11,7 +11,7 @@ from cutlass.utils import SmemAllocator
 
 from cute_kernels import fakes
 from cute_kernels.abi import LOCKS, STAT_COLUMNS, clears_ahead
-from cute_kernels.backward.stats import by_block, fake_stats, stat_columns, stats_of
+from cute_kernels.bwd_stats import by_block, fake_stats, stat_columns, stats_of
 
 THREADS = 256
 VECTOR = 8  # elements of a 128-bit load
@@ -26,7 +26,7 @@ class Features(NamedTuple):
 
 
 class BackwardPreprocess:
-    """-lse / softmax_scale and -dpsum of each query row, as columns of an operand of the main kernel (stats); its
+    """-lse / softmax_scale and -dpsum of each query row, as columns of an operand of the main kernel (bwd_stats); its
     locks and counter, and dq_acc unless it clears that itself, set to zero.
 
     Memory-bound: one CTA a query block and head. At run time any T, H, strides and head dim Dv <= head_dim_v.
@@ -34,7 +34,7 @@ class BackwardPreprocess:
     Arguments of the compiled kernel, in order (`fake_arguments` builds matching fakes):
         out, dout: [T, H, Dv] fp16 or bf16; last dimension contiguous, address and strides multiples of 16 bytes.
         lse: [H, T] fp32, natural log, contiguous along T.
-        stats: [H, nm * tile_m * STAT_COLUMNS] bf16, nm = ceil(T / tile_m): `stats.stat_columns` of each row; rows
+        stats: [H, nm * tile_m * STAT_COLUMNS] bf16, nm = ceil(T / tile_m): `bwd_stats.stat_columns` of each row; rows
             past T say that P and dpsum are 0. Every element is written.
         dq_acc: [H * nm * tile_m * head_dim] fp32. Every element is written, or none where `clears_ahead`. May be empty
             where dQ is not asked.

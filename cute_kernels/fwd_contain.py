@@ -6,26 +6,20 @@ block that needs the mask loses every element of V that is not finite, and the r
 In other blocks every pair is visible, and the products do what mathematics says.
 """
 
-from dataclasses import dataclass
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from cute_kernels.accumulator import not_finite, remove_not_finite, words
-from cute_kernels.forward.arguments import Global, Part, State
-from cute_kernels.forward.frame import ForwardFrame
+from cute_kernels.fwd_frame import ForwardFrame, Global, Part, State
 from cute_kernels.ptx import thread_here
 from cute_kernels.work import Mask
 
 LANES = 32
 
 
-@dataclass(frozen=True)
-class Containment:
-    """The steps of the MMA warps that keep NaN and infinity apart."""
-
-    kernel: ForwardFrame
+class ForwardContainment(ForwardFrame):
+    """The steps of :class:`cute_kernels.fwd.ForwardKernel` that keep NaN and infinity apart."""
 
     @cute.jit
     def contain(self, g: Global, part: Part, state: State, mask: Mask, due: Boolean, it: Int32) -> None:
@@ -38,8 +32,8 @@ class Containment:
         """
         if due & part.tile.straddles:
             self.remove_from_stage(state, it)
-            first_chunk = self.kernel.column_part(part.thread) * (self.kernel.v_columns // 8)
-            for first in cutlass.range(0, self.kernel.tile_n, LANES, unroll=1):
+            first_chunk = self.column_part(part.thread) * (self.v_columns // 8)
+            for first in cutlass.range(0, self.tile_n, LANES, unroll=1):
                 broken = cute.arch.vote_ballot_sync(self.is_broken(g, part, mask, first, first_chunk))
                 if broken != 0:
                     for j in cutlass.range(0, LANES, 1, unroll=1):
@@ -50,44 +44,41 @@ class Containment:
     def remove_from_stage(self, state: State, it: Int32) -> None:
         """Write zeros where V of block `it` is not finite."""
         V = state.pipes.V
-        stage = self.kernel.stage_of_V(V, it, state.wg)
+        stage = self.stage_of_V(V, it, state.wg)
         V.consumer_wait(stage)
         tile = words(state.sV[None, None, stage.index])
         for i in cutlass.range(thread_here() % 128, cute.size(tile) // 4, 128, unroll=1):
             quad = cute.make_rmem_tensor(4, Int32)
             cute.autovec_copy(tile[None, i], quad)
-            if remove_not_finite(quad, self.kernel.dtype) != 0:
+            if remove_not_finite(quad, self.dtype) != 0:
                 cute.autovec_copy(quad, tile[None, i])
         cute.arch.fence_view_async_shared()
-        self.kernel.sync_warp_group(state.wg)
+        self.sync_warp_group(state.wg)
 
     @cute.jit
     def is_broken(self, g: Global, part: Part, mask: Mask, first: Int32, first_chunk: Int32 | int) -> Boolean:
         """Whether V of the lane's key, of LANES keys from the block's `first` on, is not finite."""
         n, found = first + thread_here() % LANES, Int32(0)
-        key = cutlass.min(mask.key_row + n, g.mV_rows.shape[0] - 1)  # a block may reach past the last one
-        row = g.mV_rows[key, self.kv_head(g, part), None]
-        for c in cutlass.range(0, self.kernel.v_columns // 8, 1, unroll=1):
+        key = cutlass.min(mask.key_row + n, g.v.shape[0] - 1)  # a block may reach past the last one
+        row = g.v[key, self.kv_head(g, part), None]
+        for c in cutlass.range(0, self.v_columns // 8, 1, unroll=1):
             chunk = cutlass.min(first_chunk + c, row.shape[0] // 8 - 1)  # columns past Dv are zeros
-            values = cute.make_rmem_tensor(8, self.kernel.dtype)
+            values = cute.make_rmem_tensor(8, self.dtype)
             cute.autovec_copy(cute.local_tile(row, (8,), (chunk,)), values)
             found |= not_finite(values)
-        return found != 0 if const_expr(self.kernel.tile_n % LANES == 0) else (found != 0) & (n < self.kernel.tile_n)
+        return found != 0 if const_expr(self.tile_n % LANES == 0) else (found != 0) & (n < self.tile_n)
 
     @cute.jit
     def add_not_finite(
         self, g: Global, part: Part, state: State, mask: Mask, key: Int32, first_chunk: Int32 | int
     ) -> None:
         """Add what is not finite in V of a key to the thread's rows of O that see the key."""
-        lane, row = (
-            thread_here() % LANES,
-            g.mV_rows[cutlass.min(key, g.mV_rows.shape[0] - 1), self.kv_head(g, part), None],
-        )
+        lane, row = thread_here() % LANES, g.v[cutlass.min(key, g.v.shape[0] - 1), self.kv_head(g, part), None]
         for r in cutlass.range_constexpr(2):
             if mask.sees(r, state.rows.token[r], key, state.bounds):
-                for c in cutlass.range_constexpr(self.kernel.v_columns // 8):
+                for c in cutlass.range_constexpr(self.v_columns // 8):
                     pair = 4 * (first_chunk + c) + lane % 4
-                    values = cute.make_rmem_tensor(2, self.kernel.dtype)
+                    values = cute.make_rmem_tensor(2, self.dtype)
                     cute.autovec_copy(cute.local_tile(row, (2,), (cutlass.min(pair, row.shape[0] // 2 - 1),)), values)
                     for j in cutlass.range_constexpr(2):
                         i, x = 4 * c + 2 * r + j, Float32(values[j])

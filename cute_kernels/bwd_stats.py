@@ -19,7 +19,6 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 
 from cute_kernels.abi import STAT_COLUMNS
-from cute_kernels.accumulator import Product
 from cute_kernels.ptx import store_volatile
 
 LARGEST = float.fromhex("0x1.fep127")  # of bf16
@@ -58,7 +57,7 @@ def stat_columns(lse: Float32, dpsum: Float32, softmax_scale: Float32) -> list[B
     """The STAT_COLUMNS numbers of a row: three that add up to half of -lse / softmax_scale, three to half of -dpsum.
 
     lse NaN or -inf: the first is LARGEST / 2, which makes P infinite; inf: its negative, which makes P 0. dpsum not
-    finite: the fourth is LARGEST, and twice that is too large for fp32, while 0 times it is 0. See contain.
+    finite: the fourth is LARGEST, and twice that is too large for fp32, while 0 times it is 0. See bwd_contain.
     """
     half_lse = lse / (-2.0 * softmax_scale)
     half_lse = cute.arch.fmax(cute.arch.fmin(half_lse, Float32(LARGEST / 2)), Float32(-LARGEST / 2))  # NaN: the former
@@ -108,13 +107,13 @@ class Statistics(NamedTuple):
         lse_keys, dpsum_keys = (_keys_operand(mma, keys + 64 * which) for which in (0, 1))
         return cls(mma, lse_keys, dpsum_keys, rows_operand)
 
-    def lse(self, stage: Int32) -> Product:
+    def lse(self, stage: Int32) -> tuple[cute.TiledMma, cute.Tensor, cute.Tensor]:
         """Add lse to S^T: an addend of `accumulator.gemm`."""
-        return self.mma, self.lse_keys, self.rows[None, None, None, stage], 0
+        return self.mma, self.lse_keys, self.rows[None, None, None, stage]
 
-    def dpsum(self, stage: Int32) -> Product:
+    def dpsum(self, stage: Int32) -> tuple[cute.TiledMma, cute.Tensor, cute.Tensor]:
         """Add dpsum to dP^T: an addend of `accumulator.gemm`."""
-        return self.mma, self.dpsum_keys, self.rows[None, None, None, stage], 0
+        return self.mma, self.dpsum_keys, self.rows[None, None, None, stage]
 
 
 def _keys_operand(mma: cute.TiledMma, keys: cute.Pointer) -> cute.Tensor:

@@ -7,7 +7,7 @@ from cutlass import Float32, Int32, Int64
 
 from cute_kernels import fakes
 from cute_kernels.abi import BackwardFields as items
-from cute_kernels.backward.results import as_pairs, rows_of, store_chunks
+from cute_kernels.bwd_results import as_pairs, rows_of, store_chunks
 
 THREADS = 256
 

@@ -5,11 +5,10 @@ over all columns: each CTA has a part of them, sends it to the other one in fp32
 numbers does not depend on their order, so both CTAs go on with the same S and dP. The statistics are added to the first
 CTA's part.
 
-Besides what `frame` says of the wide kernel (there is no peer_dS):
+Besides what `bwd_frame` says of the wide kernel (there is no peer_dS):
 
     pipeline      stages      full: arrivals of                          empty: arrivals of
-    parts_S,      1 each      4 MMA warps of the warp group, and bytes   4 MMA warps of the other CTA
-    parts_dP
+    parts         1 each      4 MMA warps of the warp group, and bytes   4 MMA warps of the other CTA
     marks         1           MMA warp 0, and bytes of the other CTA     (once, never overwritten)
 """
 
@@ -23,14 +22,12 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from cute_kernels.abi import partial_floats
 from cute_kernels.accumulator import gemm, part
-from cute_kernels.backward.arguments import BackwardPipelines, Global, Item, Load, Loads, Mask, Shared
-from cute_kernels.backward.contain import ALL_MASKED, NamedBarrier
-from cute_kernels.backward.frame import BackwardFrame
-from cute_kernels.backward.load import Producer
-from cute_kernels.backward.results import Destination, rows_of, store_chunks
-from cute_kernels.backward.stats import fill_keys
-from cute_kernels.backward.wide import DqOrder, Operands, WideBackward
-from cute_kernels.cluster import await_cluster
+from cute_kernels.bwd_arguments import BackwardPipelines, Global, Item, Load, Loads, Mask, Shared
+from cute_kernels.bwd_contain import ALL_MASKED, BAR_CONTAIN
+from cute_kernels.bwd_frame import BackwardFrame
+from cute_kernels.bwd_results import Destination, rows_of, store_chunks
+from cute_kernels.bwd_stats import fill_keys
+from cute_kernels.bwd_wide import DqOrder, Operands, WideBackward
 from cute_kernels.pipeline import MbarrierAllocator, Pipeline, Signal, Stage
 from cute_kernels.ptx import any_nonzero, send_to_cta
 
@@ -64,9 +61,9 @@ class PartPipeline(Pipeline):
 class SplitPipelines(BackwardPipelines):
     """
     Attributes:
-        P, dS, dq_order: as in `wide.WidePipelines`. dS of step `it` comes after P of that step, for which the first
+        P, dS, dq_order: as in `bwd_wide.WidePipelines`. dS of step `it` comes after P of that step, for which the first
             warp group has seen dS of step `it` - 1.
-        parts_S, parts_dP: the other CTA's part of S or dP is there.
+        parts: of S, and of dP.
         marks: the other CTA's marks are there; see `SplitBackward.share_marks`.
     """
 
@@ -82,49 +79,17 @@ class SplitDq(NamedTuple):
     """A warp group's part of dQ^T: two tiles of 64 columns, one after the other."""
 
     mma: cute.TiledMma
-    tdQrK: cute.Tensor  # (MMA, 1, N/16), of the first tile
-    tdQrK_second: cute.Tensor
-    tdQrdS: cute.Tensor  # (MMA, 1, N/16, buffers)
+    Kt: cute.Tensor  # (MMA, 1, N/16), of the first tile
+    second_Kt: cute.Tensor
+    dS: cute.Tensor  # (MMA, 1, N/16, buffers)
     acc: cute.Tensor  # (64, rows)
     target: cute.Pointer  # this thread's first element in block 0 of dq_acc
-
-
-class SplitProducer(Producer):
-    """The producer warp of a CTA with one half of the columns."""
-
-    def load_keys(self, loads: Loads, s: Shared, p: SplitPipelines, item: Item) -> None:
-        first = item.key, self.kernel.rank() * self.kernel.head_dim
-        self.load_tile(loads.K, item.kv_head, first, s.sK, self.kernel.head_dim, p.K)
-        if self.kernel.want_dp:
-            self.load_tile(loads.V, item.kv_head, first, s.sV, self.kernel.head_dim, p.V)
-
-    def load_rows(
-        self,
-        load: Load,
-        h: Int32,
-        m_block: Int32,
-        target: cute.Tensor,  # (M, D/2, stages)
-        pipeline: Pipeline,
-        stage: Stage,
-        extra_bytes: int,
-    ) -> None:
-        """A block of this CTA's columns of Q or dO of one head."""
-        pipeline.producer_acquire(stage)
-        pipeline.producer_expect(stage, self.kernel.tile_m * self.kernel.head_dim * 2 + extra_bytes)
-        block = cute.local_tile(
-            load.tensor[None, None, h], (self.kernel.tile_m, self.kernel.head_dim), (m_block, self.kernel.rank())
-        )
-        tile, source = cpasync.tma_partition(
-            load.atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(block, 0, 2)
-        )
-        cute.copy(load.atom, source, tile[None, stage.index], tma_bar_ptr=pipeline.full[stage.index])
 
 
 class SplitBackward(WideBackward):
     __doc__ = BackwardFrame.__doc__
 
     HEAD_DIMS = (512,)
-    producer_class = SplitProducer
     MIXED = ()
 
     def check_tile(self) -> None:
@@ -174,7 +139,7 @@ class SplitBackward(WideBackward):
 
     @property
     def smem_order(self) -> tuple[str, ...]:
-        return "sK", "sV", "sQ", "sdO", "sdS", "small", "sParts"
+        return "K", "V", "Q", "dO", "dS", "small", "dQ"
 
     def pipelines(self, barriers: MbarrierAllocator) -> SplitPipelines:
         K, V = self.key_signals(barriers)
@@ -184,11 +149,34 @@ class SplitBackward(WideBackward):
         parts_S, parts_dP = [PartPipeline.make(barriers, 1, producers=4, consumers=4) for _ in range(2)]
         marks = Signal.make(barriers, 1, producers=1)
         Q, dO = self.row_pipelines(barriers)
-        return SplitPipelines(
-            K=K, V=V, Q=Q, dO=dO, P=P, dS=dS, dq_order=dq_order, parts_S=parts_S, parts_dP=parts_dP, marks=marks
-        )
+        return SplitPipelines(K, V, Q, dO, P, dS, dq_order, parts_S, parts_dP, marks)
 
     # ---------------------------------------------------------------- the warps beside the MMA warps
+    def load_keys(self, loads: Loads, s: Shared, p: SplitPipelines, item: Item) -> None:
+        first = item.key, self.rank() * self.head_dim
+        self.load_tile(loads.K, item.kv_head, first, s.K, self.head_dim, p.K)
+        if self.want_dp:
+            self.load_tile(loads.V, item.kv_head, first, s.V, self.head_dim, p.V)
+
+    def load_rows(
+        self,
+        load: Load,
+        h: Int32,
+        m_block: Int32,
+        target: cute.Tensor,  # (M, D/2, stages)
+        pipeline: Pipeline,
+        stage: Stage,
+        extra_bytes: int,
+    ) -> None:
+        """A block of this CTA's columns of Q or dO of one head."""
+        pipeline.producer_acquire(stage)
+        pipeline.producer_expect(stage, self.tile_m * self.head_dim * 2 + extra_bytes)
+        block = cute.local_tile(load.tensor[None, None, h], (self.tile_m, self.head_dim), (m_block, self.rank()))
+        tile, source = cpasync.tma_partition(
+            load.atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(block, 0, 2)
+        )
+        cute.copy(load.atom, source, tile[None, stage.index], tma_bar_ptr=pipeline.full[stage.index])
+
     @cute.jit
     def assist(self, g: Global, s: Shared, p: SplitPipelines, item: Item, heads_per_kv: Int32, warp_idx: Int32) -> None:
         if warp_idx == 1:
@@ -197,12 +185,12 @@ class SplitBackward(WideBackward):
             self.pass_dq_on(g, p, item, heads_per_kv)
 
     # ---------------------------------------------------------------- S and dP
-    def add_other_half(self, acc: cute.Tensor, s: Shared, p: SplitPipelines, it: Int32, which: int) -> None:
+    def complete(self, acc: cute.Tensor, s: Shared, p: SplitPipelines, it: Int32, which: int) -> None:
         """Send this CTA's part of S^T (0) or dP^T (1) to the other one, and add the other's part."""
         pipe, peer = (p.parts_S, p.parts_dP)[which], 1 - self.rank()
         stage, tid, chunks = pipe.stage(it), cute.arch.thread_idx()[0] % 128, cute.size(acc) // 4
         # As it lies in registers: a thread reads what the same thread of the other CTA has sent.
-        own = (s.sParts.iterator + (which * (self.tile_n * self.tile_m) + tid * 4)).align(16)
+        own = (s.dQ.iterator + (which * (self.tile_n * self.tile_m) + tid * 4)).align(16)
         pipe.expect(stage, 16 * chunks * 32)
         pipe.producer_acquire(stage)
         for c in range(chunks):
@@ -221,17 +209,17 @@ class SplitBackward(WideBackward):
         mma = self.mma_dQ(self.tile_m)
         thr = mma.get_slice(0)
         Kt, second_Kt = [
-            mma.make_fragment_A(thr.partition_A(cute.local_tile(self.transposed(s.sK), (64, N), (first + j, 0))))
+            mma.make_fragment_A(thr.partition_A(cute.local_tile(self.transposed(s.K), (64, N), (first + j, 0))))
             for j in range(2)
         ]
         column_tile = self.rank() * (self.head_dim // 64) + first
         return SplitDq(
             mma=mma,
-            tdQrK=Kt,
-            tdQrK_second=second_Kt,
-            tdQrdS=mma.make_fragment_B(thr.partition_B(s.sdS)),
+            Kt=Kt,
+            second_Kt=second_Kt,
+            dS=mma.make_fragment_B(thr.partition_B(s.dS)),
             acc=cute.make_rmem_tensor(mma.partition_shape_C((64, self.tile_m)), Float32),
-            target=g.mdQ_acc.iterator + (column_tile * 128 + tid) * 4,  # of a block: [chunk of 8 rows][thread][4]
+            target=g.dq_acc.iterator + (column_tile * 128 + tid) * 4,  # of a block: [chunk of 8 rows][thread][4]
         )
 
     def issue_peer_dq(self, p: SplitPipelines, x: Operands, it: Int32) -> None:
@@ -243,7 +231,7 @@ class SplitBackward(WideBackward):
             p.dq_order.granted.wait(it)
         target = self.dq_block(x.dq.target, g.stats.shape[1], *block)
         self.add_chunks(x.dq.acc, target)
-        gemm(x.dq.mma, x.dq.acc, x.dq.tdQrK_second, x.dq.tdQrdS[None, None, None, self.own_dS(it)], zero_init=True)
+        gemm(x.dq.mma, x.dq.acc, x.dq.second_Kt, x.dq.dS[None, None, None, self.own_dS(it)], True)
         warpgroup.wait_group(0)
         self.add_chunks(x.dq.acc, target + 512)
         if self.deterministic:
@@ -251,34 +239,34 @@ class SplitBackward(WideBackward):
 
     # ---------------------------------------------------------------- NaN and infinity
     def await_keys(self, s: Shared, p: SplitPipelines, mask: Mask) -> Mask:
-        await_cluster(self.cluster)
+        self.await_cluster()
         p.K.wait(0)
         if not self.want_dp:
             return mask
         p.V.wait(0)
-        begin = self.containment.remove_from_keys(s, mask.unmasked_begin)
+        begin = self.contain_keys(s, mask.unmasked_begin)
         return mask._replace(unmasked_begin=self.share_marks(s, p, begin))
 
     @cute.jit
     def share_marks(self, s: Shared, p: SplitPipelines, unmasked_begin: Int32) -> Int32:
-        """Both CTAs learn which keys `remove_from_keys` has marked in V of either, and whether it removed anything."""
+        """Both CTAs learn which keys `contain_keys` has marked in V of either, and whether it has removed anything."""
         tid, lane, marks = cute.arch.thread_idx()[0] - 128, cute.arch.lane_idx(), p.marks
         peer = 1 - self.rank()  # here: in the branch below lanes would wait for lanes that are not in it
-        received = s.sParts.iterator + 2 * self.tile_n * self.tile_m
+        received = s.dQ.iterator + 2 * self.tile_n * self.tile_m
         if tid < 32:
             with cute.arch.elect_one():
                 marks.full.expect(0, 4 * MARKS)
             if lane <= self.tile_n // 4:
                 found = cutlass.select_(unmasked_begin == ALL_MASKED, Float32(1.0), Float32(0.0))
                 key = cutlass.max(lane - 1, 0) * 4
-                values = [cutlass.select_(lane > 0, Float32(s.sV[key + j, 0]), found) for j in range(4)]
+                values = [cutlass.select_(lane > 0, Float32(s.V[key + j, 0]), found) for j in range(4)]
                 send_to_cta((received + lane * 4).align(16), marks.full[0], peer, *values)
         marks.wait(0)
         flag = cute.make_rmem_tensor(4, Float32)
         cute.autovec_copy(cute.make_tensor(received.align(16), cute.make_layout(4)), flag)
         threads = 128 * self.warp_groups
         found = cutlass.select_((flag[0] != 0.0) | (unmasked_begin == ALL_MASKED), Int32(1), Int32(0))
-        if any_nonzero(Int32(NamedBarrier.MMA_WARPS), found, threads):
+        if any_nonzero(Int32(BAR_CONTAIN), found, threads):
             unmasked_begin = Int32(ALL_MASKED)
             if tid < self.tile_n:
                 quad = cute.make_rmem_tensor(4, Float32)
@@ -287,9 +275,9 @@ class SplitBackward(WideBackward):
                 )
                 for j in cutlass.range_constexpr(4):
                     if (tid % 4 == j) & (quad[j] != quad[j]):
-                        s.sV[tid, 0] = self.dtype(quad[j])
+                        s.V[tid, 0] = self.dtype(quad[j])
             cute.arch.fence_view_async_shared()
-            cute.arch.barrier(barrier_id=NamedBarrier.MMA_WARPS, number_of_threads=threads)
+            cute.arch.barrier(barrier_id=BAR_CONTAIN, number_of_threads=threads)
         return cute.arch.make_warp_uniform(unmasked_begin)  # which the compiler cannot know
 
     # ---------------------------------------------------------------- dK and dV
