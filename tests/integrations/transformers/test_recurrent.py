@@ -138,9 +138,14 @@ def make(family: str, dtype: torch.dtype = torch.float32, **others: Any) -> Any:
     return model.train()
 
 
-def worst(model: Any, layout: dualkv.Layout, **options: Any) -> float:
-    """The largest relative difference of logits and gradients between packed and replicated. options: of `enable`."""
+def worst(model: Any, layout: dualkv.Layout, recompute: bool = False, **options: Any) -> float:
+    """The largest relative difference of logits and gradients between packed and replicated.
+
+    recompute: checkpoint the layers of the packed run. options: of `enable`.
+    """
     expected = zoo.replicated(model, layout)
+    if recompute:
+        recompute_layers(model)
     got = zoo.packed(enable(model, check=False, **options), layout)
     disable(model)
     return zoo.difference(got, expected)
@@ -154,11 +159,8 @@ BOUND = {torch.float64: 1e-9, torch.float32: 3e-5}  # kimi_linear 1.8e-5 on one 
     [(name, torch.float64, False) for name in FAMILIES] + [(name, torch.float32, True) for name in there(*OFTEN)],
 )
 def test_packed_equals_replicated(family: str, dtype: torch.dtype, recompute: bool) -> None:
-    model = make(family, dtype)
-    if recompute:
-        recompute_layers(model)
     with double_throughout() if dtype == torch.float64 else nullcontext():
-        assert worst(model, FOREST) < BOUND[dtype]
+        assert worst(make(family, dtype), FOREST, recompute) < BOUND[dtype]
 
 
 FAULTS = {
