@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from rich.table import Table
@@ -60,7 +60,8 @@ def prefixes_of(layout: Layout) -> SharedPrefixes:
 # ---------------------------------------------------------------- a file
 def read(path: Source, tokenizer: Tokenizer, min_shared: int = 1, compare_texts: bool = False) -> Found:
     """The rollouts of a file (:func:`dualkv.data.files.objects`), in the forms of :func:`dualkv.data.forms.samples`; or
-    trees of :func:`dualkv.data.forms.segments`. Lines of token ids share prefixes with each other.
+    trees of :func:`dualkv.data.forms.segments`. Lines of token ids share prefixes with each other; in a folder, those
+    of one `.jsonl` file alone, which is a step's batch.
 
     Args:
         min_shared: as for :func:`dualkv.pack_sequences`.
@@ -71,7 +72,7 @@ def read(path: Source, tokenizer: Tokenizer, min_shared: int = 1, compare_texts:
         OSError: a file that cannot be read.
     """
     name = name_of(path)
-    sequences: list[list[int]] = []
+    batches: dict[str, list[list[int]]] = {}  # sequences by the `.jsonl` file, in the order of `lines`
     trees: list[SharedPrefixes] = []
     lines: list[str] = []  # of each sequence
     trained: int | None = 0
@@ -87,19 +88,26 @@ def read(path: Source, tokenizer: Tokenizer, min_shared: int = 1, compare_texts:
         place = where.removeprefix(name)  # in a folder, a file and its line
         line = f"line {place[1:]}" if place.startswith(":") else place.lstrip(os.sep)
         lines += [f"{line}, sequence {i}" for i in range(len(found))]
+        file = where.rpartition(":")[0]
+        batch = batches.setdefault(file if file.endswith((".jsonl", ".jsonl.gz")) else "", [])
         for tokens, mask, _ in found:
-            sequences.append(tokens)
+            batch.append(tokens)
             trained = None if trained is None or mask is None else trained + sum(mask)
-    said: list[str] = []
-    if sequences:
+    parted: list[breaks.Break] = []
+    shares: list[SharedPrefixes] = []
+    before = 0  # sequences of the batches before
+    for sequences in batches.values():
         host, shared, _ = read_sequences(sequences, min_shared)
-        parted = breaks.find(host, shared, tokenizer.decode if compare_texts else None)
-        said = breaks.described(parted, lines.__getitem__)
-        trees.insert(0, shared.at_least(min_shared))
-    if not trees:
+        for one in breaks.find(host, shared, tokenizer.decode if compare_texts else None):
+            first, second = one.sequences
+            parted.append(replace(one, sequences=(before + first, before + second)))
+        shares.append(shared.at_least(min_shared))
+        before += len(sequences)
+    if not shares and not trees:
         raise ValueError(f"{name}: no rollouts in it, expected one JSON object a line")
+    said = breaks.described(parted, lines.__getitem__)
     unit = "bytes" if getattr(tokenizer, "used", False) else "tokens"
-    return Found(os.path.basename(name), _joined(trees), trained, tuple(said), unit)
+    return Found(os.path.basename(name), _joined(shares + trees), trained, tuple(said), unit)
 
 
 def _joined(parts: list[SharedPrefixes]) -> SharedPrefixes:

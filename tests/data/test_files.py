@@ -202,6 +202,10 @@ def test_a_folder_is_read_in_the_order_of_its_steps(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"empty: no \.traj and no \.jsonl files in this folder, expected some"):
         read_rollouts(tmp_path / "empty", ByteTokenizer(), 320)
+    for step in (10, 9, 2):
+        (tmp_path / f"{step}.jsonl").write_text('{"input": "ab", "output": "c"}\n{"input": "ab", "output": "d"}\n')
+    # 2 + 1 + 1 tokens in each step: no step shares with another one.
+    assert trees.read(tmp_path, ByteTokenizer()).shared.tokens == 3 * 4
 
 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
