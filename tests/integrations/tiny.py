@@ -180,7 +180,9 @@ def take_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def assert_gradients(model: nn.Module, expected: dict[str, torch.Tensor], tolerance: float) -> None:
-    for name, gradient in gradients(model).items():
+    found = gradients(model)
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
         assert_close(name, gradient, expected[name], tolerance)
 
 
