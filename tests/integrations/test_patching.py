@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +16,93 @@ from torch import nn
 
 from dualkv.integrations import patching
 from dualkv.integrations.patching import Changes
+
+FOLDER = Path(patching.__file__).parent
+# Attributes that other modules may not set, whatever the object. Of classes and modules of other packages they may set
+# none at all.
+ATTRIBUTES = re.compile(
+    r"forward|__\w+__|_attn_implementation|_?gradient_checkpointing(_func)?|_forward_(pre_)?hooks\w*|dualkv_\w+"
+)
+# What other modules change by itself: copies of configurations, objects of their own, and in `rotary.py` what the
+# embedding sets in its calls.
+OWN = {
+    "openrlhf/batches.py": {"setattr self"},
+    "openrlhf/strategy.py": {"vars self"},
+    "transformers/adapters.py": {"setattr small", "torch_module.register_module_module_registration_hook"},
+    "transformers/heads.py": {"setattr part"},
+    "transformers/earlier.py": {"vars self"},
+    "transformers/rotary.py": {"setattr module"},
+    "transformers/selfcheck.py": {"config._attn_implementation"},
+    "transformers/shrink.py": {"setattr config", "setattr part", "setattr small", "vars part"},
+    "trl/common.py": {"setattr model"},  # the decoder, put aside while what the head takes is measured
+}
+
+
+def changed(source: str) -> Iterator[str]:
+    """Iterate over what a module changes: attributes, entries of `vars`, hooks."""
+    nodes = [*ast.walk(ast.parse(source))]
+    foreign = {
+        (name.asname or name.name).split(".")[0]
+        for node in nodes
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        and not (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dualkv"))
+        for name in node.names
+    }
+    for node in nodes:
+        stored = isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del)
+        if isinstance(node, ast.Attribute) and stored:
+            owner = ast.unparse(node.value)
+            if owner != "self" and (ATTRIBUTES.fullmatch(node.attr) or owner.split(".")[0] in foreign):
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Subscript) and stored:
+            yield from entries(node.value)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
+            yield f"{node.func.id} {ast.unparse(node.args[0])}"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if re.fullmatch("register_.+_hook", node.func.attr):
+                yield ast.unparse(node.func)
+            if node.func.attr in ("update", "pop", "setdefault", "clear"):
+                yield from entries(node.func.value)
+
+
+def entries(of: ast.expr) -> Iterator[str]:
+    """Iterate over the object whose attributes are the entries of this dictionary, if it is `vars` or `__dict__`."""
+    if isinstance(of, ast.Call) and ast.unparse(of.func) == "vars":
+        yield f"vars {ast.unparse(of.args[0])}"
+    if isinstance(of, ast.Attribute) and of.attr == "__dict__":
+        yield f"vars {ast.unparse(of.value)}"
+
+
+def test_one_module_changes_models_and_libraries() -> None:
+    found = {
+        str(path.relative_to(FOLDER)): set(changed(path.read_text()))
+        for path in FOLDER.rglob("*.py")
+        if path.name != "patching.py"
+    }
+    assert {file: owners for file, owners in found.items() if owners} == OWN
+
+
+@pytest.mark.parametrize(
+    ("line", "change"),
+    [
+        ("model.forward = f", "model.forward"),
+        ("a, cls.__call__ = b", "cls.__call__"),
+        ("call.__code__ = call.__code__.replace()", "call.__code__"),
+        ("del module._forward_pre_hooks", "module._forward_pre_hooks"),
+        ("setattr(module, name, value)", "setattr module"),
+        ("vars(module)['forward'] = f", "vars module"),
+        ("module.__dict__['forward'] = f", "vars module"),
+        ("vars(file).update(names)", "vars file"),
+        ("layer.register_forward_pre_hook(f)", "layer.register_forward_pre_hook"),
+        ("from deepspeed import utils as tools\ntools.Engine = Own", "tools.Engine"),
+        ("import x.y\nx.y.z = 1", "x.y.z"),
+        ("from dualkv.data import rows\nrows.x = 1", None),
+        ("config.layer_types = []", None),
+        ("x.y[0] = z", None),
+    ],
+)
+def test_the_scan_sees_changes(line: str, change: str | None) -> None:
+    assert list(changed(line)) == ([] if change is None else [change])
 
 
 class Part(nn.Module):
